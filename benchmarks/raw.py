@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
-from pdstore.settings import mooncake_sources
 from pdstore.store.base import Slots, Store
 from pdstore.store.mooncake.library import Library, MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
@@ -124,7 +123,7 @@ class RawMooncake:
 
     def __init__(self, url: str, store: MooncakeStore) -> None:
         self._lookup, self._data = store.connections
-        config = MooncakeConfig.from_url(StoreURL.of(url), mooncake_sources())
+        config = MooncakeConfig.from_url(StoreURL.of(url))
         self._put_config = Library(config).put_config(is_pinned=False)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 
 from pdstore.errors import DeviceError
-from pdstore.threads import Task, Worker
+from pdstore.threads import Worker
 
 CPU = torch.device("cpu")
 
 
-class DeviceApi(Protocol):
-    """The calls of a device runtime that pinning needs. Tests give their own."""
-
-    def set_device(self, index: int) -> None: ...
-    def current_device(self) -> int: ...
-    def reset_stream(self, index: int) -> None: ...
-
-
 class CudaApi:
-    """The CUDA runtime, through torch."""
+    """The calls of the CUDA runtime that pinning needs, through torch. Tests give their own."""
 
     def set_device(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -48,7 +41,7 @@ class DevicePin:
     Raises DeviceError for a device without an index.
     """
 
-    def __init__(self, device: torch.device, api: DeviceApi | None = None) -> None:
+    def __init__(self, device: torch.device, api: CudaApi | None = None) -> None:
         if device.type != "cpu" and device.index is None:
             raise DeviceError(f"{device} has no index: name the device, for example cuda:0")
         self.device = device
@@ -84,39 +77,27 @@ class AsyncRunner(Generic[T]):
     For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
     """
 
-    def __init__(self, name: str, device: torch.device = CPU, api: DeviceApi | None = None) -> None:
-        self._condition = threading.Condition()
-        self._task: _RunnerTask[T] | None = None
-        self._device = device
-        self._busy = False
-        self._closed = False
-        self._result: T | None = None
-        self._error: Exception | None = None
+    def __init__(self, name: str, device: torch.device = CPU) -> None:
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"
             else None
         )
-        self._ready: torch.cuda.Event | None = None
-        self._worker = Worker(name, self._next, DevicePin(device, api).hold)
+        self._calls: SimpleQueue[_Call[T] | None] = SimpleQueue()
+        self._last: _Call[T] | None = None  # None once the caller knows how it ended
+        self._closed = False
+        self._worker = Worker(name, self._calls.get, DevicePin(device).hold)
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
         """Starts a function once the one before has ended.
 
         Raises that one's exception, and TimeoutError if it still runs after the time.
         """
-        with self._condition:
-            self._wait_idle(timeout_s)
-            if self._closed:
-                raise RuntimeError("the runner is closed")
-            asked = None
-            if self._stream is not None:
-                asked = torch.cuda.current_stream(self._device).record_event()
-            self._task = _RunnerTask(function, self._stream, asked, self._finish)
-            self._busy = True
-            self._result = None
-            self._ready = None
-            self._condition.notify_all()
+        self._ended(timeout_s)
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        self._last = _Call(function, self._stream)
+        self._calls.put(self._last)
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
         """Waits for the function and returns its result; None when none was launched.
@@ -124,85 +105,67 @@ class AsyncRunner(Generic[T]):
         On a GPU the caller's stream then waits for the work that the function queued.
         Raises the function's exception, and TimeoutError if it still runs after the time.
         """
-        with self._condition:
-            self._wait_idle(timeout_s)
-            self._follow()
-            result, self._result = self._result, None
-            return result
+        call = self._ended(timeout_s)
+        if call is None:
+            return None
+        call.follow()
+        return call.result
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Lets the running function end and stops; False if it still runs after the time."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        self._closed = True
+        self._calls.put(None)
         return self._worker.join(timeout_s)
 
-    def _wait_idle(self, timeout_s: float) -> None:
-        """Waits for the last function's end and raises its exception, if nobody has seen that."""
-        if not self._condition.wait_for(lambda: not self._busy, timeout_s):
+    def _ended(self, timeout_s: float) -> _Call[T] | None:
+        """Waits for the last call and raises its exception; None if it was seen before."""
+        call = self._last
+        if call is None:
+            return None
+        if not call.has_ended.wait(timeout_s):
             raise TimeoutError(f"the function still runs after {timeout_s} s")
-        error, self._error = self._error, None
-        if error is not None:
-            self._follow()
-            raise error
-
-    def _follow(self) -> None:
-        """Makes the caller's stream wait for what the last function queued."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            torch.cuda.current_stream(self._device).wait_event(ready)
-
-    def _next(self) -> Task | None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._busy or self._closed)
-            task, self._task = self._task, None
-            return task
-
-    def _finish(
-        self, result: T | None, error: Exception | None, ready: torch.cuda.Event | None
-    ) -> None:
-        with self._condition:
-            self._result = result
-            self._error = error
-            self._ready = ready
-            self._busy = False
-            self._condition.notify_all()
+        self._last = None
+        if call.error is not None:
+            call.follow()
+            raise call.error
+        return call
 
 
-class _RunnerTask(Generic[T]):
-    """A launched function, released before anybody hears that it has ended.
+class _Call(Generic[T]):
+    """A launched function, which it releases before `has_ended`, and how it went."""
 
-    asked: follows what the caller's stream had queued; None on the CPU.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[], T],
-        stream: torch.cuda.Stream | None,
-        asked: torch.cuda.Event | None,
-        finish: Callable[[T | None, Exception | None, torch.cuda.Event | None], None],
-    ) -> None:
+    def __init__(self, function: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
+        self.has_ended = threading.Event()
+        self.result: T | None = None
+        self.error: Exception | None = None
         self._function: Callable[[], T] | None = function
         self._stream = stream
-        self._asked = asked
-        self._finish = finish
+        self._asked: torch.cuda.Event | None = None  # follows what the caller's stream had queued
+        self._ready: torch.cuda.Event | None = None  # follows what the function queued
+        if stream is not None:
+            self._asked = torch.cuda.current_stream(stream.device).record_event()
         self._is_inference = torch.is_inference_mode_enabled()
         self._has_grad = torch.is_grad_enabled()
-        self._ready: torch.cuda.Event | None = None  # follows what the function queued
 
     def run(self) -> None:
         function, self._function = self._function, None
         assert function is not None
         with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
-            result = self._call(function)
+            self.result = self._run(function)
         del function
-        self._finish(result, None, self._ready)
+        self.has_ended.set()
 
     def fail(self, error: Exception) -> None:
         self._function = None
-        self._finish(None, error.with_traceback(None), self._ready)
+        self.error = error.with_traceback(None)
+        self.has_ended.set()
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def follow(self) -> None:
+        """Makes the caller's stream wait for what the function queued."""
+        if self._stream is not None and self._ready is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._ready)
+
+    def _run(self, function: Callable[[], T]) -> T:
         if self._stream is None:
             return function()
         with torch.cuda.stream(self._stream):

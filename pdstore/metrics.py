@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
@@ -130,7 +130,14 @@ METRICS: dict[str, Metric] = {
 """Every metric, by its name in this table, which is also its attribute of `Metrics`."""
 
 
-M = TypeVar("M", Counter, Gauge, Histogram)
+Shown: TypeAlias = Any
+"""A Counter, Gauge or Histogram of the client library."""
+
+TYPES: Mapping[Kind, Shown] = {
+    Kind.COUNTER: Counter,
+    Kind.GAUGE: Gauge,
+    Kind.HISTOGRAM: Histogram,
+}
 
 
 class Metrics:
@@ -145,30 +152,14 @@ class Metrics:
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
         self.registry.register(_Refresher(self.refresh))  # before all that it refreshes
-        self.info = self._made(Gauge, "info")
-        self.tokens = self._made(Counter, "tokens")
-        self.bytes = self._made(Counter, "bytes")
-        self.jobs = self._made(Counter, "jobs")
-        self.misses = self._made(Counter, "misses")
-        self.drops = self._made(Counter, "drops")
-        self.store_calls = self._made(Counter, "store_calls")
-        self.store_codes = self._made(Counter, "store_codes")
-        self.store_evictions = self._made(Counter, "store_evictions")
-        self.store_seconds = self._made(Histogram, "store_seconds")
-        self.job_seconds = self._made(Histogram, "job_seconds")
-        self.handoff_wait_seconds = self._made(Histogram, "handoff_wait_seconds")
-        self.exposed_seconds = self._made(Histogram, "exposed_seconds")
-        self.decisions = self._made(Counter, "decisions")
-        self.jobs_alive = self._made(Gauge, "jobs_alive")
-        self.queue_jobs = self._made(Gauge, "queue_jobs")
-        self.queue_bytes = self._made(Gauge, "queue_bytes")
-        self.hung_store_calls = self._made(Gauge, "hung_store_calls")
-        self.slots = self._made(Gauge, "slots")
-        self.slots_lent = self._made(Gauge, "slots_lent")
-        self.breaker_open = self._made(Gauge, "breaker_open")
-        self.store_capacity_bytes = self._made(Gauge, "store_capacity_bytes")
-        self.store_used_bytes = self._made(Gauge, "store_used_bytes")
+        self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
+
+    def __getattr__(self, name: str) -> Shown:
+        """Returns the Counter, Gauge or Histogram of a name in `METRICS`."""
+        if name in METRICS:
+            return self._metrics[name]
+        raise AttributeError(name)
 
     def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
         """Names the instance in `pdstore_info`; both halves of one say the same.
@@ -255,11 +246,10 @@ class Metrics:
             if sample.name.endswith("_total")
         )
 
-    def _made(self, kind: type[M], name: str) -> M:
-        metric = METRICS[name]
-        labels = list(metric.labels)
-        options: dict[str, Any] = {"buckets": SECONDS} if kind is Histogram else {}
-        made = kind(f"pdstore_{name}", metric.text, labels, registry=self.registry, **options)
+    def _made(self, metric: Metric) -> Shown:
+        options: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
+        name, labels = f"pdstore_{metric.name}", list(metric.labels)
+        made = TYPES[metric.kind](name, metric.text, labels, registry=self.registry, **options)
         for values in known_labels(metric):
             made.labels(*values)
         return made

@@ -1,6 +1,6 @@
 """Settings: every knob of pdstore, read from the environment once.
 
-Variables that are not pdstore's own, cache directories and Mooncake's, are read here too.
+Variables of others, cache directories and those of libraries, are read and set here too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_core import ErrorDetails
@@ -18,36 +18,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pdstore.errors import ConfigError
 
-_MOONCAKE_FILE = "MOONCAKE_CONFIG_PATH"
-
 
 def default_pool_directory() -> Path:
     """Returns the directory of this user where `file://` without a path keeps its blocks."""
     return _cache_directory() / "pool"
-
-
-class MooncakeSources(NamedTuple):
-    """Mooncake's settings in the environment.
-
-    variables: those named MOONCAKE_*.
-    path, text: the JSON file that MOONCAKE_CONFIG_PATH names, and its content; None without it.
-    """
-
-    variables: dict[str, str]
-    path: str | None
-    text: str | None
-
-
-def mooncake_sources() -> MooncakeSources:
-    """Returns Mooncake's variables and JSON file. Raises ConfigError if the file cannot be read."""
-    variables = {name: of for name, of in os.environ.items() if name.startswith("MOONCAKE_")}
-    path = variables.get(_MOONCAKE_FILE)
-    if not path:
-        return MooncakeSources(variables, None, None)
-    try:
-        return MooncakeSources(variables, path, Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read Mooncake's configuration file {path}: {error}") from error
 
 
 def set_missing_variables(defaults: Mapping[str, str]) -> None:

@@ -1,18 +1,12 @@
-"""Environment variables of others: cache directories and Mooncake's settings."""
+"""Environment variables of others: cache directories."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
-from pdstore.errors import ConfigError
-from pdstore.settings import (
-    default_pool_directory,
-    mooncake_sources,
-    native_cache_directory,
-)
+from pdstore.settings import default_pool_directory, native_cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -28,20 +22,3 @@ def test_everything_is_kept_in_the_cache_directory_of_this_user(monkeypatch, tmp
     assert {place().parent for place in places} == {tmp_path / ".cache" / "pdstore"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert {place().parent for place in places} == {tmp_path / "xdg" / "pdstore"}
-
-
-def test_the_file_that_a_variable_names_is_read(monkeypatch, tmp_path):
-    file = tmp_path / "mooncake.json"
-    file.write_text('{"x": 1}')
-    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
-    assert mooncake_sources()[1:] == (str(file), '{"x": 1}')
-
-
-@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
-def test_a_file_that_cannot_be_read_is_named(monkeypatch, tmp_path, content):
-    file: Path = tmp_path / "mooncake.json"
-    if content is not None:
-        file.write_bytes(content)
-    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(file))
-    with pytest.raises(ConfigError, match=r"mooncake\.json"):
-        mooncake_sources()

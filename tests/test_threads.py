@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from queue import SimpleQueue
 
 import pytest
 import torch
 
 from pdstore.async_runner import AsyncRunner, DevicePin
 from pdstore.errors import DeviceError
-from pdstore.testing.values import start_background
+from pdstore.testing.values import exit_code_of, start_background
 from pdstore.threads import Ticker, Worker
 from tests.support.device_api import FakeApi
-from tests.support.forked import exit_code_of
 
 GPU1 = torch.device("cuda:1")
 
@@ -33,62 +33,45 @@ class Call:
         self.ended.set()
 
 
-class Tasks:
-    """Gives a worker tasks until it is told to stop."""
-
-    def __init__(self):
-        self.tasks, self.changed, self.stopped = deque(), threading.Condition(), False
-
-    def add(self, function) -> Call:
-        call = Call(function)
-        with self.changed:
-            self.tasks.append(call)
-            self.changed.notify()
-        return call
-
-    def take(self):
-        with self.changed:
-            self.changed.wait_for(lambda: self.tasks or self.stopped)
-            return self.tasks.popleft() if self.tasks else None
-
-    def stop(self):
-        with self.changed:
-            self.stopped = True
-            self.changed.notify()
-
-
 @pytest.fixture
 def tasks():
-    tasks = Tasks()
-    yield tasks
-    tasks.stop()
+    """A worker's queue; None ends it."""
+    queue = SimpleQueue()
+    yield queue
+    queue.put(None)
+
+
+def added(tasks, function) -> Call:
+    call = Call(function)
+    tasks.put(call)
+    return call
 
 
 def test_an_invalid_device_fails_the_constructor(tasks):
     with pytest.raises(DeviceError, match="cuda:7"):
-        Worker("w", tasks.take, DevicePin(torch.device("cuda:7"), FakeApi()).hold)
+        Worker("w", tasks.get, DevicePin(torch.device("cuda:7"), FakeApi()).hold)
 
 
 def test_a_worker_runs_on_its_device_and_leaves_the_callers_alone(tasks):
     api, seen = FakeApi(), []
-    worker = Worker("w", tasks.take, DevicePin(GPU1, api).hold)
-    assert tasks.add(lambda: seen.append(api.current_device())).ended.wait(5)
+    worker = Worker("w", tasks.get, DevicePin(GPU1, api).hold)
+    assert added(tasks, lambda: seen.append(api.current_device())).ended.wait(5)
     assert seen == [1]
     assert api.current_device() == 0
-    tasks.stop()
+    tasks.put(None)
     assert worker.join(5)
 
 
 def test_a_task_never_runs_on_the_wrong_device(tasks):
     api, ran = FakeApi(), []
-    Worker("w", tasks.take, DevicePin(GPU1, api).hold)
-    tasks.add(lambda: api.set_device(0)).ended.wait(5)
+    Worker("w", tasks.get, DevicePin(GPU1, api).hold)
+    added(tasks, lambda: api.set_device(0)).ended.wait(5)
     api.failures.append("set")
-    failed = tasks.add(lambda: ran.append(1))
+    failed = added(tasks, lambda: ran.append(1))
     assert failed.ended.wait(5)
     assert isinstance(failed.error, DeviceError)
     assert ran == []
-    assert tasks.add(lambda: ran.append(api.current_device())).ended.wait(5)
+    assert added(tasks, lambda: ran.append(api.current_device())).ended.wait(5)
     assert ran == [1]
 
 
@@ -101,8 +84,8 @@ def test_whatever_a_task_raises_goes_to_it_and_the_worker_goes_on(tasks, kind):
     def raises():
         raise kind("odd")
 
-    worker = Worker("w", tasks.take)
-    bad, good = tasks.add(raises), tasks.add(lambda: None)
+    worker = Worker("w", tasks.get)
+    bad, good = added(tasks, raises), added(tasks, lambda: None)
     assert good.ended.wait(5)
     assert good.error is None
     if kind is ValueError:
@@ -110,7 +93,7 @@ def test_whatever_a_task_raises_goes_to_it_and_the_worker_goes_on(tasks, kind):
     else:
         assert isinstance(bad.error, RuntimeError)
         assert isinstance(bad.error.__cause__, kind)
-    tasks.stop()
+    tasks.put(None)
     assert worker.join(5)
 
 
@@ -311,4 +294,4 @@ def test_what_a_failed_function_had_queued_is_followed_and_no_later_call_waits_f
 
 def test_a_runner_on_a_bad_device_fails_its_constructor():
     with pytest.raises(DeviceError):
-        AsyncRunner("r", torch.device("meta:7"), FakeApi())
+        AsyncRunner("r", torch.device("meta:99"))

@@ -7,7 +7,7 @@ from ctypes import c_int32, c_int64, c_uint64, c_void_p
 import torch
 
 from pdstore.errors import ConfigError, SwapError
-from pdstore.native.build import build_library, checkout_sources
+from pdstore.native.build import SOURCES, build_library
 from pdstore.native.library import Library
 
 
@@ -36,4 +36,4 @@ def open_bench_library() -> BenchLibrary:
         raise ConfigError("this benchmark needs a GPU")
     major, minor = torch.cuda.get_device_capability()
     options = ["-DPDSTORE_BENCH=ON", f"-DCMAKE_CUDA_ARCHITECTURES={major}{minor}-real"]
-    return BenchLibrary(build_library(checkout_sources(), options))
+    return BenchLibrary(build_library(SOURCES, options))

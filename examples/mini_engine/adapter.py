@@ -116,7 +116,7 @@ class Adapter:
             return False
         with self._degrading(request):
             request.miss_reason = _value_of(tracked.state.reason)
-            end = tracked.state.find(0, len(request.prompt))
+            end = tracked.state.find(0, request.num_prompt)
             if end > 0:
                 plan = tracked.state.plan_load(end, len(request.block_ids) * self._block_size)
                 with self._recording(tracked.state, pdstore.Direction.LOAD):
@@ -132,7 +132,7 @@ class Adapter:
         state = self._requests[request].state
         if state.is_loading:
             return False
-        request.num_loaded = request.num_computed = min(state.end_load(), len(request.prompt) - 1)
+        request.num_loaded = request.num_computed = min(state.end_load(), request.num_prompt - 1)
         request.miss_reason = _value_of(state.reason)
         return True
 

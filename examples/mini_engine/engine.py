@@ -80,8 +80,8 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never be answered."""
-        num_tokens = len(request.prompt) + request.max_tokens
-        asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
+        num_tokens = request.num_prompt + request.max_tokens
+        asked = f"{request.num_prompt} prompt tokens and max_tokens={request.max_tokens}"
         if num_tokens > self.model.max_model_len:
             role = self.config.settings.role
             who = "this instance" if role == "both" else f"this {role} instance"

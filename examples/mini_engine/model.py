@@ -81,7 +81,7 @@ class Model:
         ).last_hidden_state[0]
         ends = []
         for chunk, end in zip(chunks, accumulate(c.num_tokens for c in chunks), strict=True):
-            num_prompt = min(chunk.stop, len(chunk.request.prompt)) - chunk.start
+            num_prompt = min(chunk.stop, chunk.request.num_prompt) - chunk.start
             chunk.request.num_fed += max(0, num_prompt)
             if chunk.is_last:
                 ends.append(end - 1)

@@ -42,12 +42,13 @@ class Finish(NamedTuple):
 class Request:
     """A client's request and its progress, which only the engine's thread writes.
 
+    token_ids: of the prompt, and then of the answer so far.
     sink: called in the engine's thread with every Token and then the Finish; must not block.
     kv_transfer_params: as the client or the router sent them.
     id, traceparent: from the headers `x-request-id` and `traceparent`.
     """
 
-    prompt: list[int]
+    token_ids: list[int]
     max_tokens: int
     sink: Callable[[Token | Finish], None]
     ignore_eos: bool = False
@@ -58,7 +59,7 @@ class Request:
 
     state: State = State.WAITING
     is_aborted: bool = False
-    token_ids: list[int] = field(init=False)  # the prompt and the answer so far
+    num_prompt: int = field(init=False)  # tokens of the prompt
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # leading tokens whose KV is in the cache, computed here or loaded
     num_loaded: int = 0  # of these, loaded from the pool
@@ -68,8 +69,13 @@ class Request:
     answer_params: dict[str, Any] | None = None  # kv_transfer_params of the answer
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt)
+        self.token_ids = list(self.token_ids)
+        self.num_prompt = len(self.token_ids)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.token_ids[: self.num_prompt]
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt) :]
+        return self.token_ids[self.num_prompt :]

@@ -99,7 +99,7 @@ class Scheduler:
                 continue
             if len(self.running) + len(self.loading) >= self._max_seqs:
                 return
-            num_tokens = len(request.prompt) + request.max_tokens
+            num_tokens = request.num_prompt + request.max_tokens
             block_ids = self._cache.allocate(self._cache.blocks_for(num_tokens))
             if block_ids is None:
                 return

@@ -143,7 +143,7 @@ class Handlers:
             message = f"prompt: a token id is not in [0, {self._model.vocab_size})"
             raise RefusedError(message, param="prompt")
         request = Request(
-            prompt=prompt,
+            token_ids=prompt,
             max_tokens=body.max_tokens or self._engine.room_behind(len(prompt)),
             sink=sink,
             ignore_eos=bool(body.ignore_eos),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -38,41 +37,28 @@ class Answer:
     status: int = 0
 
 
-class Output:
-    """The place for an answer: the terminal, or a JSON file. `-` is standard output.
+def emit(answer: Answer, target: str | None) -> None:
+    """Writes an answer to the terminal, or as JSON to a file; `-` is standard output.
 
-    Opened before the work begins, so that a path that cannot be written costs nothing. Raises
-    ConfigError.
+    Raises ConfigError for what cannot be written.
     """
-
-    def __init__(self, target: str | None) -> None:
-        self._target = target
-        if target not in (None, "-"):
-            self._write("")
-
-    def emit(self, answer: Answer) -> None:
-        """Writes an answer. Raises ConfigError."""
-        text = json.dumps(answer.document, indent=1) + "\n"
-        if self._target not in (None, "-"):
-            self._write(text)
-            return
-        try:
-            if self._target == "-":
-                sys.stdout.write(text)
-            else:
-                _show(answer.shown)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
+    text = json.dumps(answer.document, indent=1) + "\n"
+    try:
+        if target is None:
+            _show(answer.shown)
+        elif target == "-":
+            sys.stdout.write(text)
+        else:
+            Path(target).write_text(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if target in (None, "-"):
             drop_output()
-            raise ConfigError(f"cannot write standard output: {error.strerror}") from error
-
-    def _write(self, text: str) -> None:
-        try:
-            Path(str(self._target)).write_text(text)
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {self._target}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write {target or 'standard output'}: {error.strerror}"
+        ) from error
 
 
 def _show(parts: Sequence[RenderableType]) -> None:
@@ -123,17 +109,6 @@ def heading(text: str) -> Text:
 def muted(text: str) -> Text:
     """Returns a line in a dim colour."""
     return Text(text, style="dim")
-
-
-@contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Shows on a terminal's stderr that work goes on, until it has ended."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"{what} …"):
-        yield
 
 
 def size(num_bytes: float | None) -> str:

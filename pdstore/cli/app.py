@@ -20,9 +20,6 @@ app = typer.Typer(
 Store = Annotated[
     str | None, typer.Option("--store", metavar="URL", help="The pool. Default: PDSTORE_STORE.")
 ]
-Gpu = Annotated[
-    str, typer.Option(metavar="NAME", help="With a model: H100, H200, H20, A100, L40S, B200, ...")
-]
 JsonTarget = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write JSON there instead; - is standard output."),
@@ -33,11 +30,11 @@ def _run(name: str, json_target: str | None, *arguments: object, **options: obje
     """Runs the function `name` ("module.function") and emits its answer."""
     module_name, _, function_name = name.rpartition(".")
     answers = importlib.import_module("pdstore.cli.answer")
-    output = answers.Output(json_target)
-    with answers.busy("loading"):  # torch alone takes a second or more
+    console = importlib.import_module("rich.console").Console(stderr=True)
+    with console.status("working …"):  # only on a terminal; torch alone takes a second or more
         function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
-    answer = function(*arguments, **options)
-    output.emit(answer)
+        answer = function(*arguments, **options)
+    answers.emit(answer, json_target)
     raise typer.Exit(answer.status)
 
 
@@ -111,16 +108,12 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(metavar="FILE", help="config.json: KV of its layout is tried.")
     ] = None,
-    gpu: Gpu = "H100",
-    gpus: Annotated[int, typer.Option(min=1, help="With --model.")] = 1,
     engine_block: Annotated[int, typer.Option(min=1, help="Tokens of the engine's block.")] = 16,
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
     """Try all that P and D need, and say what to do."""
-    from pdstore.sizing import Machine
-
-    _run("doctor.doctor", json, store, peer or (), model, Machine(gpu, gpus), engine_block)
+    _run("doctor.doctor", json, store, peer or (), model, engine_block)
 
 
 @app.command()
@@ -142,7 +135,4 @@ def explain(
     json: JsonTarget = None,
 ) -> None:
     """Say how much of a prompt the pool has, where it ends, and why."""
-    from pdstore.cli.explained import Question
-
-    question = Question(prompt, model, ids, namespace, cache_salt)
-    _run("explained.explain", json, store, question)
+    _run("explained.explain", json, store, prompt, model, ids, namespace, cache_salt)

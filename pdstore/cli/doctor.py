@@ -17,7 +17,6 @@ from pdstore.cli.answer import (
     Finding,
     answer_of,
     bad,
-    busy,
     count,
     duration,
     info,
@@ -25,14 +24,22 @@ from pdstore.cli.answer import (
     size,
     warn,
 )
-from pdstore.cli.host import MOUNTS, check_host, check_pages, check_settings
+from pdstore.cli.host import (
+    MOUNTS,
+    available_memory,
+    check_limits,
+    check_memory,
+    check_native,
+    check_pages,
+    check_settings,
+)
 from pdstore.cli.listing import missing_pool, survey
 from pdstore.cli.peers import check_peers
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import ConfigError, PDStoreError, StoreError, StoreFull
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.settings import Settings, read_settings
-from pdstore.sizing import Machine, ModelShape, break_even
+from pdstore.sizing import ModelShape
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
@@ -51,17 +58,15 @@ _TRIED_BYTES = 32 << 20
 _SMALL_POOL = 100 * _TRIED_BYTES  # in a larger one it does not matter what goes
 _STAGING = ByteSize(256 << 20)
 _CONNECTIONS = 64
-_PROMPT, _SHORT_PROMPT = 8192, 4096
+_SHORT_PROMPT = 4096
 _ALIVE = "see that the server runs, and that its URL, user and password are right"
 _MORE = "give the store more memory, or empty it"
 
 
-def check_store(
-    settings: Settings, shape: ModelShape | None, machine: Machine, num_gpus: int
-) -> Iterator[Finding]:
+def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> Iterator[Finding]:
     """Yields the findings about the store at PDSTORE_STORE. Raises ConfigError for a bad URL.
 
-    shape: the model; None: an 8B model, and no break-even. num_gpus: of this host.
+    shape: the model; None: an 8B model. num_gpus: of this host.
     """
     missing = missing_pool(settings.store)
     url, is_new = settings.store, missing is not None and settings.store.startswith("shm://")
@@ -78,7 +83,7 @@ def check_store(
             return
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if tried.remedy == "":
-            yield from measure(settings, store, shape, machine)
+            yield measure(settings, store, shape)
         yield from _check_memory_pages(plain, num_gpus)
         if is_new:
             yield info("pool", f"there is no {missing} yet: the first P or D makes it")
@@ -100,10 +105,8 @@ def try_store(settings: Settings, store: Store) -> Finding:
     return ok("round trip", "save, find, load, compare and remove are right")
 
 
-def measure(
-    settings: Settings, store: Store, shape: ModelShape | None, machine: Machine
-) -> Iterator[Finding]:
-    """Yields whether KV of the model's layout comes back, how fast, and if that is fast enough."""
+def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Finding:
+    """Returns whether KV of the model's layout comes back, and how fast."""
     tried_shape = shape or _8B
     layout = layout_of(settings, tried_shape)
     num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # of an 8B model 255
@@ -111,24 +114,19 @@ def measure(
         check_values_fit(store, layout)
         refusal = _refusal(store)
         if refusal is not None:
-            yield refusal
-            return
+            return refusal
         tried = _try(settings, store, layout, num_tokens)
     except ConfigError as error:
         again = "stop P and D first, and run this again after it"
         # without a model its values are of no importance
-        yield bad("block size", str(error), again) if shape else info("speed", str(error))
-        return
+        return bad("block size", str(error), again) if shape else info("speed", str(error))
     except StepFailed as error:
-        yield _failure(error)
-        return
+        return _failure(error)
     seconds = tried.seconds
     rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
     said = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
     said += f" {duration(seconds['find'])}, save {rates[0] / 1e9:.2g} GB/s,"
-    yield ok("speed", f"{said} load {rates[1] / 1e9:.2g} GB/s")
-    if shape is not None:
-        yield _verdict(shape, machine, rates[1])
+    return ok("speed", f"{said} load {rates[1] / 1e9:.2g} GB/s")
 
 
 def layout_of(settings: Settings, shape: ModelShape) -> Layout:
@@ -255,51 +253,30 @@ def _check_contents(store: Store) -> Iterator[Finding]:
         yield warn("pool", str(error), "see the findings above")
 
 
-def _verdict(shape: ModelShape, machine: Machine, bytes_per_s: float) -> Finding:
-    """Returns whether this store is fast enough for this model on this GPU."""
-    needed = break_even(shape, machine, _PROMPT)
-    said = (
-        f"{shape.name}, {_PROMPT:,} tokens: computing takes {duration(needed.compute_s)} on"
-        f" {machine.num_gpus} {machine.gpu}, reading {duration(needed.kv_bytes / bytes_per_s)}"
-    )
-    if bytes_per_s >= needed.bytes_per_s:
-        return ok("break-even", said)
-    return warn(
-        "break-even",
-        said,
-        f"{needed.bytes_per_s / 1e9:.3g} GB/s are needed: a faster store, or more connections",
-    )
-
-
-_H100 = Machine("H100")
-
-
 def doctor(
     url: str | None = None,
     peers: Sequence[str] = (),
     model: str | None = None,
-    machine: Machine = _H100,
     engine_block: int = ENGINE_BLOCK,
     count_gpus: Callable[[], int] = torch.cuda.device_count,
 ) -> Answer:
     """Checks settings, host, store and peers. Status 1 if something does not work.
 
     peers: URLs of P's and D's status.
-    model: a config.json, for the layout, the break-even and the room; machine: with it.
+    model: a config.json, for the layout and the room.
     Raises ConfigError for settings or a URL that cannot be used.
     """
     logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings say it
     settings = read_settings(**({"store": url} if url else {}))
     shape = ModelShape.of_config(model) if model else None
-    arguments = frozenset({"store"} if url else ())
-    longest = shape.longest_prompt if shape else None
-    findings = [*check_settings(settings, arguments, engine_block, longest)]
-    with busy("looking at this host"):
-        num_gpus = count_gpus()
-        findings += check_host(settings, num_gpus)
-    with busy("trying the store"):
-        findings += check_store(settings, shape, machine, num_gpus)
-    if peers:
-        with busy("asking P and D"):
-            findings += check_peers(peers)
-    return answer_of(findings)
+    num_gpus = count_gpus()
+    return answer_of(
+        [
+            *check_settings(settings, engine_block, shape.longest_prompt if shape else None),
+            *check_memory(settings, available_memory()),
+            *check_limits(settings, num_gpus),
+            *check_native(settings, num_gpus),
+            *check_store(settings, shape, num_gpus),
+            *check_peers(peers),
+        ]
+    )

@@ -12,7 +12,7 @@ from pydantic import ByteSize, SecretStr
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
-from pdstore.settings import Settings, doubts_of, variable_of
+from pdstore.settings import Settings, doubts_of, origin_of, variable_of
 from pdstore.store.url import StoreURL, without_secret
 
 _OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
@@ -28,16 +28,15 @@ _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
 
 
 def check_settings(
-    settings: Settings, arguments: frozenset[str], engine_block: int, longest: int | None = None
+    settings: Settings, engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
     """Yields the settings that differ from their defaults, and those that cannot work.
 
-    arguments: the fields that were given on the command line.
     longest: tokens of a prompt, if known.
     """
     for name in (field for field in Settings.model_fields if field in settings.model_fields_set):
-        origin = f"--{name}" if name in arguments else "environment"
-        yield info(variable_of(name), f"{_shown(name, getattr(settings, name))} ({origin})")
+        shown = _shown(name, getattr(settings, name))
+        yield info(variable_of(name), f"{shown} ({origin_of(settings, name)})")
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
@@ -103,22 +102,16 @@ def available_memory() -> int | None:
 def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
     """Yields whether staging fits this host."""
     staging = settings.staging
-    if available is None:
-        yield info("staging", f"{size(staging)}; this system does not tell its free memory")
-    elif staging > available:
-        yield bad(
+    free = "unknown" if available is None else size(available)
+    if available is not None and staging > available // 2:
+        level = bad if staging > available else warn
+        yield level(
             "staging",
-            f"PDSTORE_STAGING={size(staging)}, and {size(available)} of memory are free",
-            "set it to 1GiB, or to a tenth of the memory at most",
-        )
-    elif staging > available // 2:
-        yield warn(
-            "staging",
-            f"PDSTORE_STAGING={size(staging)} is over half of the {size(available)} that are free",
+            f"PDSTORE_STAGING={size(staging)}, and {free} of memory are free",
             "set it to 1GiB: more than a few requests' blocks are never on their way at once",
         )
     else:
-        yield ok("staging", f"{size(staging)} of {size(available)} free")
+        yield ok("staging", f"{size(staging)}, and {free} of memory are free")
 
 
 def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
@@ -159,13 +152,6 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
             f"{why}: blocks are copied by torch, slower ({what})",
             "doctor builds it: with cmake, a C++ compiler, and a ~/.cache to write to",
         )
-
-
-def check_host(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields the findings about this host."""
-    yield from check_memory(settings, available_memory())
-    yield from check_limits(settings, num_gpus)
-    yield from check_native(settings, num_gpus)
 
 
 def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from pdstore.cli.answer import Answer, age, busy, count, counted, muted, size, table
+from pdstore.cli.answer import Answer, age, count, counted, muted, size, table
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
@@ -28,19 +28,8 @@ from pdstore.store.wrappers import WrapperStore
 
 _HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # whoever may write to a pool makes others, too
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
-_MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:([a-z0-9]{{1,20}})")
+_MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
 _MOST_PARTS = 4096  # no layout has as many, and whoever may write to a pool may name any
-
-
-class Found(NamedTuple):
-    """A stored value, read and checked against its own checksum.
-
-    header: None if the value is damaged, and `reason` says so.
-    """
-
-    num_bytes: int
-    header: Header | None
-    reason: Reason | None
 
 
 class OpenPool(NamedTuple):
@@ -48,29 +37,36 @@ class OpenPool(NamedTuple):
 
     settings: Settings
     store: Store
-    lists: ListsValues
+    lists: ListsValues | None
 
-    def read(self, key: BlockKey) -> Found | None:
-        """Reads a value of any length; None if it is missing. Raises StoreError."""
-        stored: int | None = 0
-        try:
-            stored = self.lists.length_of(key)
-            return None if stored is None else self._read(key, stored)
-        except BadValue as error:
-            return Found(stored or 0, None, reason_of(error))
+    def listed_values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
+        """Lists values. Raises ConfigError for a store that cannot; StoreError."""
+        if self.lists is None:
+            raise ConfigError(
+                f"{self.store.label} cannot list its values: no ListsValues (see docs)"
+            )
+        return list(self.lists.stored_values(prefix))
 
-    def _read(self, key: BlockKey, stored: int) -> Found | None:
-        length = stored
+    def read(self, key: BlockKey) -> Header | None:
+        """Reads a value and returns its header; None if it is missing.
+
+        Raises BadValue if it is damaged or cannot be decrypted; StoreError.
+        """
+        length = self.lists.length_of(key) if self.lists else None
+        if length is None:
+            return None
         if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
             length -= self.store.added_bytes
-        if length <= 0:
-            return Found(stored, None, Reason.CORRUPT)
-        room = -(-length // 4096) * 4096
-        slots = Slots(self.store.allocate(room), room, [0], [length])
-        if self.store.get([key], slots) == 0:
-            return None
-        header = block.read_header(slots.value(0))
-        return Found(length, header, None if header else Reason.CORRUPT)
+        header = None
+        if length > 0:
+            room = -(-length // 4096) * 4096
+            slots = Slots(self.store.allocate(room), room, [0], [length])
+            if self.store.get([key], slots) == 0:
+                return None
+            header = block.read_header(slots.value(0))
+        if header is None:
+            raise BadValue("its checksum is wrong")
+        return header
 
 
 def missing_pool(url: str) -> Path | None:
@@ -92,18 +88,8 @@ def missing_pool(url: str) -> Path | None:
 def open_pool(url: str | None) -> Iterator[OpenPool]:
     """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
 
-    Raises ConfigError, also for a store that cannot list its values, and for files or an arena that
-    nobody has made yet; StoreError.
+    Raises ConfigError, also for files or an arena that nobody has made yet; StoreError.
     """
-    with open_any(url) as (settings, store, lists):
-        if lists is None:
-            raise ConfigError(f"{store.label} cannot list its values: no ListsValues (see docs)")
-        yield OpenPool(settings, store, lists)
-
-
-@contextmanager
-def open_any(url: str | None) -> Iterator[tuple[Settings, Store, ListsValues | None]]:
-    """Opens a store as `open_pool` does, also one that cannot list its values."""
     settings = read_settings(**({"store": url} if url else {}))
     path = missing_pool(settings.store)
     if path is not None:  # opening it would make a pool: an arena of a default size
@@ -114,7 +100,7 @@ def open_any(url: str | None) -> Iterator[tuple[Settings, Store, ListsValues | N
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        yield settings, store, find_optional(plain, ListsValues)
+        yield OpenPool(settings, store, find_optional(plain, ListsValues))
     finally:
         store.close()
 
@@ -124,7 +110,6 @@ class StoredKey(NamedTuple):
 
     name: the prefix hash of a block, the id of a hand-off.
     num_tokens: of a tail; None for whole blocks, whose key does not say.
-    state: of a marker: started, done, failed, or stageN for the end of one pipeline stage.
     """
 
     kind: Kind
@@ -133,7 +118,6 @@ class StoredKey(NamedTuple):
     shard: int = 0
     name: str = ""
     num_tokens: int | None = None
-    state: str | None = None
 
     @classmethod
     def parsed(cls, key: BlockKey) -> StoredKey | None:
@@ -145,8 +129,8 @@ class StoredKey(NamedTuple):
             num_tokens = int(tokens) if tokens else None
             return cls(kind_of(key), namespace, int(group), int(shard), name, num_tokens)
         if marker := _MARKER.fullmatch(key):
-            namespace, name, shard, state = marker.groups()
-            return cls(Kind.HANDOFF, namespace, 0, int(shard), name, None, state)
+            namespace, name, shard = marker.groups()
+            return cls(Kind.HANDOFF, namespace, 0, int(shard), name)
         return None
 
 
@@ -193,7 +177,6 @@ def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
 
 
 _UNREADABLE = {
-    Reason.CORRUPT: "damaged: its checksum is wrong",
     Reason.OTHER_SEAL: "sealed with a key that is not in PDSTORE_SEAL_KEY_FILE",
     Reason.FORGED: "damaged or forged: its seal is broken",
 }
@@ -206,8 +189,8 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
 
     limit: most lines; 0 for all.
     """
-    with open_pool(url) as pool, busy(f"listing {pool.store.label}"):
-        values = list(pool.lists.stored_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS)))
+    with open_pool(url) as pool:
+        values = pool.listed_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
         label = pool.store.label
     youngest = nsmallest(limit or len(values), values, key=lambda v: (v.age_s or inf, v.key))
     rows = [_line(v) for v in youngest]
@@ -226,8 +209,8 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
 
 def du(url: str | None) -> Answer:
     """Counts values and bytes by namespace, and says how full the store is."""
-    with open_pool(url) as pool, busy(f"listing {pool.store.label}"):
-        uses = survey(pool.lists.stored_values())
+    with open_pool(url) as pool:
+        uses = survey(pool.listed_values())
         tells = find_optional(pool.store, TellsRoom)
         room = tells.room() if tells else None
         label = pool.store.label
@@ -284,17 +267,18 @@ def inspect(url: str | None, text: str) -> Answer:
             raise ConfigError(
                 f"{text!r} is in no key of pdstore's in {pool.store.label}: `pdstore ls` shows them"
             )
-        found = pool.read(key)
-    verdict = _verdict(said, found)
+        header = None
+        try:
+            header = pool.read(key)
+            verdict = _verdict(said, header)
+        except BadValue as error:
+            why = _UNREADABLE.get(reason_of(error), "damaged: its checksum is wrong")
+            verdict = f"{why}, and nobody will use it"
     facts: dict[str, Json] = {"key": key, "kind": said.kind.value, "verdict": verdict}
-    if found is not None:
-        facts["bytes"] = found.num_bytes
-        facts["age_s"] = listed.age_s if listed else None
-        if found.header is not None:
-            facts |= {
-                name: value.hex() if isinstance(value, bytes) else value
-                for name, value in found.header._asdict().items()
-            }
+    if listed is not None:
+        facts |= {"bytes": listed.num_bytes, "age_s": listed.age_s}
+    for name, value in header._asdict().items() if header else ():
+        facts[name] = value.hex() if isinstance(value, bytes) else value
     rows = [[name, _shown(name, value)] for name, value in facts.items()]
     return Answer(facts, [table(["", ""], rows)], status=int(verdict != "right"))
 
@@ -304,22 +288,16 @@ def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
 
     Raises ConfigError if there are several.
     """
-    with busy(f"listing {pool.store.label}"):
-        meant = [value for value in pool.lists.stored_values() if text in value.key]
+    meant = [value for value in pool.listed_values() if text in value.key]
     exact = [value for value in meant if value.key == text]
     if len(meant) > 1 and not exact:
         raise ConfigError(f"{len(meant)} keys have {text!r} in them, {meant[0].key} is one")
     return next(iter(exact or meant), None)
 
 
-def _verdict(said: StoredKey, found: Found | None) -> str:
-    if found is None:
+def _verdict(said: StoredKey, header: Header | None) -> str:
+    if header is None:
         return "missing"
-    if found.header is None:
-        return (
-            _UNREADABLE.get(found.reason or Reason.CORRUPT, "damaged") + ", and nobody will use it"
-        )
-    header = found.header
     tokens = header.num_tokens if said.num_tokens is None else said.num_tokens
     same = said.kind is Kind.POOL or (
         (header.namespace.hex(), header.prefix_hash.hex()) == (said.namespace, said.name)
@@ -342,13 +320,11 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
     Raises ConfigError if the pool has none or several, which names them; and for less than all
     digits where the store cannot list its values.
     """
-    with open_any(url) as (_, store, lists):
-        label = store.label
-        with busy(f"listing {label}"):
-            use = _namespace_of(survey(lists.stored_values()) if lists else None, beginning, label)
+    with open_pool(url) as pool:
+        label, lists = pool.store.label, pool.lists
+        use = _namespace_of(survey(pool.listed_values()) if lists else None, beginning, label)
         if not is_rehearsal:
-            with busy(f"clearing {use.hex}"):
-                store.clear(use.hex)
+            pool.store.clear(use.hex)
     counts = f"{counted(use.num_values, 'value')}, {size(use.num_bytes)}," if lists else "all"
     what = f"{counts} of {use.hex} in {label}"
     line = f"would forget {what} (--dry-run)" if is_rehearsal else f"forgot {what}"

@@ -6,17 +6,15 @@ import http.client
 import itertools
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import AliasPath, BaseModel, Field
 
-from pdstore.cli.answer import Finding, bad, info, ok, size, warn
+from pdstore.cli.answer import Finding, bad, info, ok, warn
 from pdstore.errors import ConfigError
-from pdstore.threads import Deadline
 
 _MOST_BYTES = 4 << 20  # of an answer; an engine's /metrics has less than a tenth of it
-_READ_BYTES = 64 << 10
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
@@ -45,7 +43,7 @@ def _metrics_of(url: str) -> Peer | None:
     address = url.rstrip("/")
     address = address if address.endswith("/metrics") else address + "/metrics"
     try:
-        text = http_get(address, _TIMEOUT_S).decode("utf-8", "replace")
+        text = _get(address).decode("utf-8", "replace")
         families = list(text_string_to_metric_families(text))
     except (OSError, ValueError, http.client.HTTPException):
         return None
@@ -62,7 +60,7 @@ def _status_of(url: str) -> Peer | Finding:
     address = url.rstrip("/")
     address = address if address.endswith(_PATH) else address + _PATH
     try:
-        body = http_get(address, _TIMEOUT_S, {"Accept": "application/json"})
+        body = _get(address, Accept="application/json")
         return Peer.model_validate_json(body).model_copy(update={"url": url})
     except (OSError, ValueError, http.client.HTTPException) as error:
         return _silence(url, error)
@@ -72,9 +70,11 @@ def _silence(url: str, error: Exception) -> Finding:
     """Returns what is wrong where no status was read: the URL, nobody there, or no pdstore."""
     if isinstance(error, ConfigError):
         return bad(f"peer {url}", str(error), "write http://HOST:PORT")
-    if isinstance(error, ConnectionError | TimeoutError):
+    is_away = isinstance(error, ConnectionError | TimeoutError | urllib.error.URLError)
+    if is_away and not isinstance(error, urllib.error.HTTPError):
+        why = getattr(error, "reason", error)  # an URLError's own text is `<urlopen error ...>`
         remedy = "start it (PDSTORE_STATUS_PORT opens such a port), or name the URL of its API"
-        return bad(f"peer {url}", f"no answer: {error}", remedy)
+        return bad(f"peer {url}", f"no answer: {getattr(why, 'strerror', None) or why}", remedy)
     return warn(
         f"peer {url}",
         f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
@@ -152,40 +152,15 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)
 
 
-def http_get(url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
-    """Returns the body at a URL, of 4 MiB at most. Follows redirects, uses no proxy.
+def _get(url: str, **headers: str) -> bytes:
+    """Returns the body at a URL, or its first 4 MiB. Follows redirects, uses no proxy.
 
-    seconds: to connect and to wait for each read, and then again for the whole body.
-    Raises ConfigError for a URL of something else; ConnectionError or TimeoutError for no answer;
-    OSError for an HTTP error or a longer answer; http.client.HTTPException for what is no HTTP, or
-    ends too early.
+    Raises ConfigError for a URL of something else; OSError or http.client.HTTPException.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError("a URL begins with http:// or https://")
     # the environment's proxies are for other networks
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(url, headers=headers or {})
-    try:
-        answer = opener.open(request, timeout=seconds)
-    except urllib.error.HTTPError:
-        raise
-    except urllib.error.URLError as error:  # its text is `<urlopen error ...>`
-        reason = error.reason
-        raise ConnectionError(getattr(reason, "strerror", None) or str(reason)) from error
-    with answer:
-        return _body_of(answer, Deadline(seconds))
-
-
-def _body_of(answer: object, deadline: Deadline) -> bytes:
-    if not isinstance(answer, http.client.HTTPResponse):
-        raise ConfigError("it leads to what is neither http:// nor https://")
-    body = b""
-    while read := answer.read1(_READ_BYTES):
-        body += read
-        if len(body) > _MOST_BYTES:
-            raise OSError(f"the answer is longer than {size(_MOST_BYTES)}: is the port right?")
-        if deadline.is_over():
-            raise TimeoutError("the answer took too long to come")
-    if answer.length:
-        raise http.client.IncompleteRead(body, answer.length)
-    return body
+    request = urllib.request.Request(url, headers=headers)
+    with opener.open(request, timeout=_TIMEOUT_S) as answer:
+        return bytes(answer.read(_MOST_BYTES))

@@ -50,17 +50,10 @@ def header_of(start: bytes) -> Header:
 def seal(value: memoryview, header: Header) -> None:
     """Writes the header, with the checksum, in front of a payload that is in place.
 
-    value: HEADER_BYTES + header.payload_bytes long; ValueError otherwise.
+    value: HEADER_BYTES + header.payload_bytes long.
     """
-    if len(value) != HEADER_BYTES + header.payload_bytes:
-        raise ValueError(f"{len(value)} bytes for a payload of {header.payload_bytes}")
-    write_start(value, start_of(header))
+    value[:START_BYTES] = start_of(header)
     write_checksum(value)
-
-
-def write_start(value: memoryview, start: bytes) -> None:
-    """Writes a value's first 56 bytes (`start_of`); the checksum is still missing then."""
-    value[:START_BYTES] = start
 
 
 def write_checksum(value: memoryview, computed: int | None = None) -> None:

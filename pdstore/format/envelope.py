@@ -68,7 +68,7 @@ class Envelopes:
         head = _HEAD.pack(_MAGIC, _VERSION, self.key_id, self._run, number)
         envelope[: _HEAD.size] = head
         cipher = self._run_key(self.key_id, self._run)
-        cipher.encrypt_into(_nonce(number), value, _bound(head, key), envelope[_HEAD.size :])
+        cipher.encrypt_into(_nonce(number), value, head + key.encode(), envelope[_HEAD.size :])
 
     def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
         """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
@@ -84,7 +84,7 @@ class Envelopes:
             return Reason.OTHER_SEAL
         cipher, text = self._run_key(key_id, run), envelope[_HEAD.size :]
         try:
-            cipher.decrypt_into(_nonce(number), text, _bound(head, key), value)
+            cipher.decrypt_into(_nonce(number), text, head + key.encode(), value)
         except InvalidTag:
             return Reason.FORGED
         return None
@@ -101,7 +101,3 @@ def seal_key_id(key: bytes) -> bytes:
 
 def _nonce(number: int) -> bytes:
     return bytes(4) + number.to_bytes(8, "little")
-
-
-def _bound(head: bytes, key: BlockKey) -> bytes:
-    return head + key.encode()

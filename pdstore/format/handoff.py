@@ -10,17 +10,19 @@ and those before beat n - 1 are removed after it.
 # Decision: docs/decisions/011-markers.md
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdstore.format.block import FLAG_MARKER, Header
 from pdstore.format.keys import HASH_BYTES, BlockKey, Json, Namespace, PromptKeys
 
 _NAME = "pdstore"
+_HEX = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _ID = "attempt"  # the wire name of the hand-off's id
 RING = 4
 PERIOD_S = 1.0
@@ -28,7 +30,6 @@ PERIOD_S = 1.0
 SILENCE_S = 1.35
 """Seconds without a beat after which an instance counts as dead."""
 _MOST_GAP_S = 0.6  # between two answers; after a longer one nothing is known of the time between
-_SUFFIX = ":beat"
 
 
 class HandoffId(NamedTuple):
@@ -105,7 +106,7 @@ class Handoff:
     num_tokens: of the prompt.
     namespace: P's, as `Namespace.hex`.
     pool_id: of the pool that P saves to, in hex.
-    fields: P's `Namespace.describe()`, for a message that tells the differences.
+    fields: P's `Namespace.described`, for a message that tells the differences.
     last_block: the prefix hash of the prompt's last block, in hex: it names all of its tokens.
     last_save: why P's last save fell short; None if it did not. If so, D looks for `started` first.
     weights_files: the digest of P's weights' files, where PDSTORE_WEIGHTS names the weights.
@@ -131,24 +132,29 @@ class Handoff:
             return None
         if not isinstance(said, Mapping):
             raise ValueError(f"kv_transfer_params.{_NAME} must be an object")
-        fields = said.get("fields") or {}
-        if not isinstance(fields, Mapping) or len(fields) > 64:
-            raise ValueError(f"kv_transfer_params.{_NAME}.fields must be a small object")
-        num_tokens = said.get("num_tokens")
-        if not (num_tokens is None or (isinstance(num_tokens, int) and num_tokens >= 0)):
-            raise ValueError(f"kv_transfer_params.{_NAME}.num_tokens must be a count")
-        handoff_id = _hex_of(said, _ID)
-        if handoff_id is None:
+        if said.get(_ID) is None:
             raise ValueError(f"kv_transfer_params.{_NAME}.{_ID} is missing")
+
+        def checked(name: str, rule: Callable[[Any], bool], must_be: str) -> Any:  # noqa: ANN401
+            value = said.get(name)
+            if value is not None and not rule(value):
+                raise ValueError(f"kv_transfer_params.{_NAME}.{name} must be {must_be}")
+            return value
+
+        hexes = {
+            name: checked(name, _is_hex, f"{2 * HASH_BYTES} lower-case hex digits")
+            for name in (_ID, "instance", "namespace", "pool_id", "last_block")
+        }
+        fields = checked(
+            "fields", lambda f: isinstance(f, Mapping) and len(f) <= 64, "a small object"
+        )
         return cls(
-            id=HandoffId(handoff_id, _hex_of(said, "instance")),
-            num_tokens=num_tokens,
-            namespace=_hex_of(said, "namespace"),
-            pool_id=_hex_of(said, "pool_id"),
-            fields={_plain(name): _plain(value) for name, value in fields.items()},
-            last_block=_hex_of(said, "last_block"),
+            id=HandoffId(hexes.pop(_ID), hexes.pop("instance")),
+            num_tokens=checked("num_tokens", lambda n: isinstance(n, int) and n >= 0, "a count"),
+            fields={_plain(name): _plain(value) for name, value in (fields or {}).items()},
             last_save=_plain(said["last_save"]) if "last_save" in said else None,
             weights_files=_plain(said["weights_files"]) if "weights_files" in said else None,
+            **hexes,
         )
 
     def is_of(self, keys: PromptKeys) -> bool:
@@ -177,26 +183,13 @@ def _plain(value: object) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
 
 
-def _hex_of(said: Mapping[str, Json], name: str) -> str | None:
-    value = said.get(name)
-    if value is None:
-        return None
-    digits = isinstance(value, str) and len(value) == 2 * HASH_BYTES
-    if not (digits and all(c in "0123456789abcdef" for c in str(value))):
-        raise ValueError(
-            f"kv_transfer_params.{_NAME}.{name} must be {2 * HASH_BYTES} lower-case hex digits"
-        )
-    return str(value)
+def _is_hex(value: object) -> bool:
+    return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
     """Returns the key of an instance's beat; `instance` is its id, 32 hex digits."""
-    return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % RING}{_SUFFIX}")
-
-
-def is_beat(key: BlockKey) -> bool:
-    """Returns whether this is the key of a beat."""
-    return key.endswith(_SUFFIX)
+    return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % RING}:beat")
 
 
 class Pulse:

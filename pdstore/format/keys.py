@@ -19,12 +19,10 @@ Namespace: the properties that make the stored bytes of two instances interchang
 from __future__ import annotations
 
 import enum
-import hashlib
 import itertools
 import json
 import re
 import struct
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +72,7 @@ class Namespace:
     parts: the (group, shard) pairs whose values together are one block, in key order.
     windows: tokens of the sliding window of each KV group that has one.
     bare_salt: the salt's field if it had no white space at its ends; None if it has none there.
+    digest: of the fields; given for one that is known by a stored key alone, without fields.
     """
 
     fields: Mapping[str, Json]
@@ -82,36 +81,23 @@ class Namespace:
     num_shards: int = 1
     windows: Mapping[int, int] = field(default_factory=dict)
     bare_salt: str | None = None
-    digest: bytes = field(init=False)
+    digest: bytes = b""
 
     def __post_init__(self) -> None:
         text = _canonical(self.fields).encode()
-        object.__setattr__(self, "digest", hashlib.sha256(text).digest()[:HASH_BYTES])
-
-    @classmethod
-    def seen(cls, digest: bytes, parts: tuple[Part, ...], block_tokens: int) -> Namespace:
-        """Returns a namespace of which only the digest is known, from a stored key.
-
-        For tools that look into a pool: its fields are empty, and its windows are unknown.
-        """
-        made = cls({}, parts, block_tokens)
-        object.__setattr__(made, "digest", digest)
-        return made
+        object.__setattr__(self, "digest", self.digest or sha256(text).digest()[:HASH_BYTES])
 
     @property
     def hex(self) -> str:
         return self.digest.hex()
 
-    def describe(self) -> dict[str, str]:
-        """Returns each field in at most 40 characters, fit to be sent to the other instance.
+    @cached_property
+    def described(self) -> Mapping[str, str]:
+        """Each field in at most 40 characters, fit to be sent to the other instance.
 
         Equal layers in a row are shown once with their number, and what is still too long as a
         digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
         """
-        return dict(self._described)
-
-    @cached_property
-    def _described(self) -> Mapping[str, str]:
         described = {}
         for name, value in self.fields.items():
             text = _with_runs(value)
@@ -122,8 +108,8 @@ class Namespace:
         return described
 
     def differences(self, described: Mapping[str, str]) -> list[str]:
-        """Returns a line for each field that differs from another instance's `describe()`."""
-        ours = self.describe()
+        """Returns a line for each field that differs from another instance's `described`."""
+        ours = self.described
         return [
             f"{name}: {described.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
             for name in sorted({*ours, *described})
@@ -150,7 +136,7 @@ def _with_runs(value: Json) -> str:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
+    return sha256(data).hexdigest()[:12]
 
 
 def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: Json) -> str:
@@ -228,7 +214,11 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._items_of = _items_of_blocks(items, self.block_tokens)
+        self._items_of: dict[int, list[MultimodalItem]] = {}  # those that touch a block, in order
+        for item in (item for item in items if item.length > 0):
+            first = max(0, item.offset // self.block_tokens)
+            for block in range(first, (item.offset + item.length - 1) // self.block_tokens + 1):
+                self._items_of.setdefault(block, []).append(item)
         root = namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
         self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
@@ -368,9 +358,6 @@ def int32_bytes(token_ids: Tokens) -> bytes:
             words = array("i", token_ids)
         except OverflowError as error:
             raise ValueError("a token id does not fit 31 bits") from error
-    if sys.byteorder == "big":
-        words = words[:]
-        words.byteswap()
     data = words.tobytes()
     if not data[3::4].isascii():  # a highest bit is set
         raise ValueError("a token id is negative or does not fit 31 bits")
@@ -380,16 +367,3 @@ def int32_bytes(token_ids: Tokens) -> bytes:
 def length_prefixed(data: bytes) -> bytes:
     """Returns the data behind its length as little-endian u32."""
     return struct.pack("<I", len(data)) + data
-
-
-def _items_of_blocks(
-    items: Sequence[MultimodalItem], block_tokens: int
-) -> dict[int, list[MultimodalItem]]:
-    """Returns the items that touch each block, in the order given."""
-    found: dict[int, list[MultimodalItem]] = {}
-    for item in items:
-        first = max(0, item.offset // block_tokens)
-        stop = (item.offset + item.length - 1) // block_tokens + 1 if item.length > 0 else 0
-        for block in range(first, stop):
-            found.setdefault(block, []).append(item)
-    return found

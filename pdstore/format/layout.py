@@ -24,8 +24,6 @@ MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
 """Bounds of the default: a block has at most four layer ranges, of 1 MiB or more each."""
 
-Order = Literal["token", "page"]
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -69,11 +67,6 @@ class Pipeline:
     def num_stages(self) -> int:
         return 1 + max(self.stage_of)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The numbers of this stage's layers, in order."""
-        return tuple(n for n, stage in enumerate(self.stage_of) if stage == self.stage)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -87,10 +80,9 @@ class Layout:
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
-    order: payload order, token-major `[layer][token][head][K|V]` or `[layer][head][page]`: an
-      engine's block of one head as it is, for engines that pack tokens in ways of their own. Then
-      a tail is a whole page too.
-    page: how such an engine packs a page, in words; a namespace field.
+    page: None for payloads that are token-major, `[layer][token][head][K|V]`. For engines that pack
+      tokens in ways of their own: how one packs a page, in words; a namespace field. Payloads are
+      `[layer][head][page]` then: one head of an engine's block as it is; a tail is a whole page.
     num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
     num_ranges: how many runs of layers a block is stored in, as even as they can be. P stores the
@@ -106,7 +98,6 @@ class Layout:
     engine_block_tokens: int
     rope: str
     quantization: str | None = None
-    order: Order = "token"
     page: str | None = None
     num_shards: int = 1
     tp_rank: int = 0
@@ -134,7 +125,7 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        With `page` given the order is that of pages. Then, and for an engine that `gives_back`
+        With a `page`, and for an engine that `gives_back`
         blocks behind a sliding window, the pool's block is the engine's: a larger one would reach
         over the window's edge.
         """
@@ -150,7 +141,6 @@ class Layout:
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,
-            order="token" if page is None else "page",
             page=page,
             num_shards=settings.kv_shards or tp_size,
             tp_rank=tp_rank,
@@ -182,7 +172,8 @@ class Layout:
     @cached_property
     def held_layers(self) -> tuple[int, ...]:
         """The numbers of the layers in this rank's cache, in the cache's order."""
-        return tuple(range(len(self.layers))) if self.pipeline is None else self.pipeline.layers
+        pipeline, every = self.pipeline, range(len(self.layers))
+        return tuple(n for n in every if pipeline is None or pipeline.stage_of[n] == pipeline.stage)
 
     @cached_property
     def held_ranges(self) -> tuple[int, ...]:
@@ -272,7 +263,7 @@ class Layout:
     def payload_bytes(self, part: Part, num_tokens: int) -> int:
         """Returns the bytes of one part of a block of `num_tokens` tokens."""
         spec = self._spec(part.group)
-        if self.order == "page":
+        if self.page is not None:
             num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
         heads = spec.num_kv_heads // self.shards_of(part.group)
         return len(self.groups[part.group]) * num_tokens * heads * spec.channels * self.itemsize
@@ -280,24 +271,17 @@ class Layout:
     @cached_property
     def cells(self) -> Layout:
         """The layout as block copies see it: a page is one token of that many channels."""
-        if self.order != "page":
+        if self.page is None:
             return self
         layers = [
             replace(spec, head_dim=spec.channels * self.block_tokens, value_dim=0)
             for spec in self.layers
         ]
-        return replace(
-            self,
-            layers=tuple(layers),
-            block_tokens=1,
-            engine_block_tokens=1,
-            order="token",
-            page=None,
-        )
+        return replace(self, layers=tuple(layers), block_tokens=1, engine_block_tokens=1, page=None)
 
     def cells_of(self, num_tokens: int) -> int:
         """Returns the number of tokens that block copies see in a block of `num_tokens` tokens."""
-        return 1 if self.order == "page" else num_tokens
+        return num_tokens if self.page is None else 1
 
     @cached_property
     def largest_payload_bytes(self) -> int:
@@ -363,7 +347,7 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "windows": [spec.window for spec in layout.layers],
         "rope": layout.rope,
         "block_tokens": layout.block_tokens,
-        "order": layout.order,
+        "order": "token" if layout.page is None else "page",
         "page": layout.page,
         "tables": [spec.table for spec in layout.layers],
         "shards": layout.grid_shards,
@@ -383,10 +367,8 @@ def _check(layout: Layout) -> None:
         raise LayoutError("a layout needs at least one layer")
     if not isinstance(getattr(torch, layout.dtype, None), torch.dtype):
         raise LayoutError(f"{layout.dtype!r} is no torch dtype")
-    if (layout.order == "page") != (layout.page is not None):
-        raise LayoutError("the order is that of pages if, and only if, `page` says how")
     if layout.block_tokens % layout.engine_block_tokens or (
-        layout.order == "page" and layout.block_tokens != layout.engine_block_tokens
+        layout.page is not None and layout.block_tokens != layout.engine_block_tokens
     ):
         raise LayoutError(
             f"PDSTORE_BLOCK_TOKENS={layout.block_tokens} must be a multiple of the engine's block"

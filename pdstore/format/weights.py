@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from pdstore.errors import ConfigError
 from pdstore.settings import Settings
@@ -37,7 +38,7 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
     if settings.weights:
         return settings.weights
     directory = Path(model)
-    if directory.parent.name == "snapshots" and _is_commit(directory.name):
+    if directory.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", directory.name):
         return "commit:" + directory.name
     files = sorted(p for p in directory.glob("*") if p.suffix in _SUFFIXES and p.is_file())
     if not files:
@@ -66,17 +67,6 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _is_commit(name: str) -> bool:
-    return len(name) == 40 and all(c in "0123456789abcdef" for c in name)
-
-
-class Span(NamedTuple):
-    """Bytes of a file: from `begin` up to, not including, `end`."""
-
-    begin: int
-    end: int
-
-
 def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
     """Returns a sha256 of the file, in hex.
 
@@ -86,61 +76,36 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
     start of a large model waiting for minutes where its files are far away.
     """
     size = path.stat().st_size
+    is_whole = size <= whole_up_to or path.suffix != ".safetensors"
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        spans = [Span(0, size)] if size <= whole_up_to else _spans_of(file, size)
-        for span in spans:
-            for data in _read(file, span):
+        for begin, end in [(0, size)] if is_whole else _spans_of(file, size):
+            for data in _read(file, begin, end):
                 digest.update(data)
     return digest.hexdigest()
 
 
-def samples_of(tensor: Span, count: int) -> list[Span]:
-    """Returns `count` even samples of a tensor, the first and the last bytes among them.
-
-    One span with the whole tensor if samples would cover as much.
-    """
-    length = tensor.end - tensor.begin
-    if length <= count * _SAMPLE_BYTES:
-        return [tensor]
-    begins = [tensor.begin + (length - _SAMPLE_BYTES) * i // (count - 1) for i in range(count)]
-    return [Span(begin, begin + _SAMPLE_BYTES) for begin in begins]
-
-
-def _spans_of(file: BinaryIO, size: int) -> list[Span]:
-    """Returns the spans to read of a large file: samples of safetensors, else all of it."""
-    data_at, tensors = _tensors_of(file, size)
-    if not tensors:
-        return [Span(0, size)]
-    count = max(_LEAST_SAMPLES, _SAMPLES_PER_FILE // len(tensors))
-    spans = [Span(0, data_at)]
-    for tensor in sorted(tensors):
-        spans += samples_of(Span(data_at + tensor.begin, data_at + tensor.end), count)
+def _spans_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Returns the spans to read of a large safetensors file; all of it if its header is wrong."""
+    data_at = 8 + int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(b"".join(_read(file, 8, min(data_at, _LARGEST_HEADER))))
+        tensors = sorted(t["data_offsets"] for name, t in header.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return [(0, size)]
+    count = max(_LEAST_SAMPLES, _SAMPLES_PER_FILE // max(1, len(tensors)))
+    spans = [(0, data_at)]
+    for begin, end in tensors:
+        last = end - begin - _SAMPLE_BYTES
+        if end - begin <= count * _SAMPLE_BYTES:
+            spans.append((data_at + begin, data_at + end))
+            continue
+        starts = [data_at + begin + last * i // (count - 1) for i in range(count)]
+        spans += [(start, start + _SAMPLE_BYTES) for start in starts]
     return spans
 
 
-def _tensors_of(file: BinaryIO, size: int) -> tuple[int, Sequence[Span]]:
-    """Returns where a safetensors file's data begins, and the tensors' spans in it.
-
-    No tensors for any other file.
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
-        return 0, []
-    try:
-        header = json.loads(b"".join(_read(file, Span(8, 8 + length))))
-        spans = [Span(*t["data_offsets"]) for name, t in header.items() if name != "__metadata__"]
-        ends = size - 8 - length
-        is_right = all(type(at) is int for span in spans for at in span) and all(
-            0 <= span.begin <= span.end <= ends for span in spans
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return 0, []
-    return (8 + length, spans) if is_right else (0, [])
-
-
-def _read(file: BinaryIO, span: Span) -> Iterator[bytes]:
-    at = span.begin
-    while at < span.end and (data := os.pread(file.fileno(), min(_READ_BYTES, span.end - at), at)):
+def _read(file: BinaryIO, at: int, end: int) -> Iterator[bytes]:
+    while at < end and (data := os.pread(file.fileno(), min(_READ_BYTES, end - at), at)):
         yield data
         at += len(data)

@@ -7,14 +7,13 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
-from functools import cache
 from typing import NamedTuple
 
 from pdstore import errors
 from pdstore.errors import StoreError
 from pdstore.native import library as abi
 from pdstore.native.engine import Engine, Ticket
-from pdstore.native.library import Library
+from pdstore.native.library import Library, checked, joined
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
@@ -36,16 +35,6 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.VALUE: (StoreError, "has lost values while they were stored"),
     abi.Code.LENGTH: (errors.WrongLength, "has a value of another length"),
 }
-
-
-class ArenaTimes(NamedTuple):
-    """Times of an open arena, in seconds."""
-
-    lease_s: float  # of a lease that a match or a load gives
-    fresh_s: float  # after its publication a value is not evicted for so long
-    short_lived_s: float  # life of tails and markers after their last use
-    rest_s: float  # for so long nobody gets what a dead process had reserved
-    lock_timeout_s: float  # a call that does not get the lock in this time raises StoreTimeout
 
 
 class ArenaCounts(NamedTuple):
@@ -88,7 +77,7 @@ class ValueBatch(NamedTuple):
         memory: the address where this process maps the arena's values.
         """
         return abi.Values(
-            keys=text_of(self.keys),
+            keys=joined(self.keys),
             sizes=self.sizes,
             starts=self.starts,
             items=self.items,
@@ -123,11 +112,14 @@ class NativeArena:
     """An open arena. Any thread may call it; a call fails with a StoreError.
 
     fd: of the file; stays the caller's.
+    times: five, in seconds: of a lease, that a match or a load gives; for which a new value is not
+      evicted; of the life of tails and markers after their last use; for which nobody gets what a
+      dead process had reserved; after which a call that does not get the lock raises StoreTimeout.
     label: begins the errors' messages.
     Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
     """
 
-    def __init__(self, library: Library, fd: int, times: ArenaTimes, label: str) -> None:
+    def __init__(self, library: Library, fd: int, times: Sequence[float], label: str) -> None:
         self._label = label
         self._handle = c_void_p()
         self.library = library
@@ -140,7 +132,6 @@ class NativeArena:
         self.data_at = int(info.data_at)
         self.data_bytes = int(info.data_bytes)
         self.slab_bytes = int(info.slab_bytes)
-        _close_in_forked_children()
         _open_arenas.add(self)
 
     def close(self) -> None:
@@ -162,7 +153,7 @@ class NativeArena:
         # A short call keeps Python's lock, which a busy engine gives back late. Long batches, and a
         # call that has to wait for the arena's lock, do without.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
-        values = text_of(keys), len(keys), leases, stored
+        values = joined(keys), len(keys), leases, stored
         if len(keys) <= _SHORT_BATCH:
             code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
         if code == abi.Code.TIMEOUT:
@@ -172,7 +163,7 @@ class NativeArena:
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forgets values, leased or not."""
-        self._check(self._calls.pds_arena_remove(self._handle, text_of(keys), len(keys)))
+        self._check(self._calls.pds_arena_remove(self._handle, joined(keys), len(keys)))
 
     def clear(self, prefix: str) -> None:
         """Forgets every value whose key begins so; the prefix is not empty."""
@@ -214,7 +205,7 @@ class NativeArena:
         """
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        values = memory, text_of(keys), kinds, sources, lengths, count, byref(done)
+        values = memory, joined(keys), kinds, sources, lengths, count, byref(done)
         code = self._calls.pds_arena_put(self._handle, -1, *values)
         self._check(code, done.value)
         return done.value
@@ -226,7 +217,7 @@ class NativeArena:
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_get(
-            self._handle, memory, text_of(keys), targets, lengths, count, byref(done)
+            self._handle, memory, joined(keys), targets, lengths, count, byref(done)
         )
         self._check(code, done.value)
         return done.value
@@ -242,14 +233,11 @@ class NativeArena:
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
-        is_new, num_done, error = (c_uint8 * sum(counts))(), c_int64(), abi.Error()
+        is_new, num_done, fill = (c_uint8 * sum(counts))(), c_int64(), self._calls.pds_arena_fill
         values = (abi.Values * len(batches))(*(batch.values(memory) for batch in batches))
-        out = is_new, byref(num_done), byref(error)
+        what = values, len(batches), kinds
         with batches[0].engine.lent() as engine:
-            code = self._calls.pds_arena_fill(
-                self._handle, engine, values, len(batches), kinds, *out
-            )
-        abi.raise_error(error)
+            code = checked(fill, self._handle, engine, *what, is_new, byref(num_done))
         done = batches[: num_done.value]
         indices = [i for i, new in enumerate(is_new[: sum(counts[: len(done)])]) if new]
         sizes = memoryview(b"".join([batch.sizes for batch in done])).cast("q")
@@ -263,12 +251,9 @@ class NativeArena:
         Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
         not free soon. Raises LayoutError or SwapError.
         """
-        handle, error = c_void_p(), abi.Error()
-        values = batch.values(memory)
-        out = byref(handle), byref(error)
+        handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
-            code = self._calls.pds_arena_take(self._handle, engine, byref(values), *out)
-        abi.raise_error(error)
+            code = checked(self._calls.pds_arena_take, self._handle, engine, values, byref(handle))
         return None if code else Taken(Ticket(self.library, handle), batch.num_bytes)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
@@ -302,20 +287,13 @@ class NativeArena:
 _open_arenas: weakref.WeakSet[NativeArena] = weakref.WeakSet()
 
 
-@cache
-def _close_in_forked_children() -> None:
-    """A child that kept the file open would keep its parent's locks after the parent's death."""
-    os.register_at_fork(after_in_child=_close_all)
-
-
 def _close_all() -> None:
     for arena in list(_open_arenas):
         arena.close()
 
 
-def text_of(keys: Sequence[str]) -> bytes:
-    """Returns keys as the library takes them."""
-    return ("\0".join(keys) + "\0").encode()
+# a child that kept the file open would keep its parent's locks after the parent's death
+os.register_at_fork(after_in_child=_close_all)
 
 
 def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:

@@ -20,18 +20,10 @@ log = logging.getLogger(__name__)
 
 _FILE = "libpdstore.so"
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = _PACKAGE.parent / "csrc"
+SOURCES = _PACKAGE.parent / "csrc"
+"""The C++ sources of a checkout; an installed package has none."""
 _FOR_GPUS: Sequence[str] = ()
 _FOR_HOSTS: Sequence[str] = ("-DPDSTORE_CUDA=OFF",)
-
-
-def checkout_sources() -> Path:
-    """The C++ sources of a checkout. Raises NativeError in an installed package."""
-    if not (_SOURCES / "CMakeLists.txt").exists():
-        raise NativeError(
-            "this installation was built without a compiler and has no native library"
-        )
-    return _SOURCES
 
 
 def find_library(*, with_cuda: bool) -> Path:
@@ -41,13 +33,12 @@ def find_library(*, with_cuda: bool) -> Path:
     Raises NativeError where there is no library and none can be built.
     """
     packaged = _PACKAGE / _FILE
-    if packaged.exists():
-        return packaged
-    return build_library(checkout_sources(), _FOR_GPUS if with_cuda else _FOR_HOSTS)
+    options = _FOR_GPUS if with_cuda else _FOR_HOSTS
+    return packaged if packaged.exists() else build_library(SOURCES, options)
 
 
 def find_built(
-    package: Path = _PACKAGE, sources: Path = _SOURCES, directory: Path | None = None
+    package: Path = _PACKAGE, sources: Path = SOURCES, directory: Path | None = None
 ) -> Path | None:
     """Returns the path of a library that serves host memory and is there; builds none.
 
@@ -67,8 +58,12 @@ def build_library(
     options: options of CMake such as `-DPDSTORE_TESTING=ON`; part of the cache's key.
     directory: the cache; None takes this user's.
     Concurrent processes wait for the first one's build. Raises NativeError with the compiler's
-    output, or for a cache that cannot be written.
+    output, for a cache that cannot be written, and where there are no sources.
     """
+    if not (sources / "CMakeLists.txt").exists():
+        raise NativeError(
+            "this installation was built without a compiler and has no native library"
+        )
     place = _place_of(sources, options, directory)
     built = place / _FILE
     try:
@@ -84,8 +79,12 @@ def build_library(
     return built
 
 
-def _place_of(sources: Path, options: Sequence[str], directory: Path | None = None) -> Path:
-    return (directory or native_cache_directory()) / _digest(sources, options)
+def _place_of(sources: Path, options: Sequence[str], directory: Path | None) -> Path:
+    digest = hashlib.sha256(repr(sorted(options)).encode())
+    digest.update(str(shutil.which("nvcc")).encode())  # a build with nvcc differs
+    for path in sorted(path for path in sources.rglob("*") if path.is_file()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return (directory or native_cache_directory()) / digest.hexdigest()[:20]
 
 
 def _build(sources: Path, options: Sequence[str], target: Path) -> None:
@@ -94,28 +93,14 @@ def _build(sources: Path, options: Sequence[str], target: Path) -> None:
         raise NativeError("the native library is not built, and cmake is not installed")
     log.warning("building %s, once; this takes about a minute", target)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        _run([cmake, "-S", str(sources), "-B", scratch, *options])
-        _run([cmake, "--build", scratch, "--parallel", str(min(4, os.cpu_count() or 1))])
+        configure = [cmake, "-S", str(sources), "-B", scratch, *options]
+        build = [cmake, "--build", scratch, "--parallel", str(min(4, os.cpu_count() or 1))]
+        for command in (configure, build):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                words = (done.stdout + done.stderr).strip()[-2000:]
+                raise NativeError(f"`{' '.join(command)}` failed:\n{words}")
         product = Path(scratch) / _FILE
         if not product.exists():
             raise NativeError("the native library cannot be built: no C++ compiler")
         os.replace(product, target)
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NativeError(f"cannot run {command[0]}: {error}") from error
-    if done.returncode:
-        words = (done.stdout + done.stderr).strip()[-2000:]
-        raise NativeError(f"`{' '.join(command)}` failed:\n{words}")
-
-
-def _digest(sources: Path, options: Sequence[str]) -> str:
-    digest = hashlib.sha256(repr(sorted(options)).encode())
-    digest.update(str(shutil.which("nvcc")).encode())  # a build with nvcc differs
-    for path in sorted(sources.rglob("*")):
-        if path.is_file():
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:20]

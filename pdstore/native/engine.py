@@ -12,7 +12,7 @@ from ctypes import byref, c_int32, c_int64, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.native import library as abi
-from pdstore.native.library import Library, joined
+from pdstore.native.library import Library, checked, joined
 
 log = logging.getLogger(__name__)
 
@@ -41,35 +41,32 @@ class Engine:
         self._pid = os.getpid()
         self._handle = c_void_p()
         counts = {"abi": abi.ABI, "num_parts": len(parts), "num_regions": len(regions)}
-        error = abi.Error()
-        self._calls.pds_open(
+        checked(
+            self._calls.pds_open,
             byref(abi.Options(**counts, **options)),
             (abi.PartShape * len(parts))(*parts),
             (abi.Region * len(regions))(*regions),
             byref(self._handle),
-            byref(error),
         )
-        abi.raise_error(error)
 
     def add_host(self, address: int, num_bytes: int) -> None:
         """Adds a range of host memory; from then on every payload must lie within one range."""
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
-    def explain(self, direction: int, part: int, num_tokens: int) -> abi.CopyPlan:
-        """The path that payloads of a part with this many tokens take. Raises LayoutError.
+    def explain(self, direction: int, part: int, num_tokens: int) -> tuple[str, str]:
+        """The path that payloads of a part with this many tokens take, and the reason.
 
         direction: 0 from the cache to slots, 1 to the cache.
+        Raises LayoutError.
         """
         plan = abi.Plan()
         with self._lock:
             code = self._calls.pds_explain(self._open(), direction, part, num_tokens, byref(plan))
         if code:
             raise LayoutError(f"no payload of {num_tokens} tokens of part {part}")
-        path = abi.CopyPath(plan.path).name
-        return abi.CopyPlan(
-            path, plan.num_pieces, plan.piece_bytes, plan.block_bytes, plan.why.decode()
-        )
+        why = f"{plan.why.decode()} ({plan.num_pieces} x {plan.piece_bytes} B)"
+        return abi.CopyPath(plan.path).name, why
 
     def submit(
         self,
@@ -87,14 +84,11 @@ class Engine:
         ready: a CUDA event's handle that the copy waits for instead; it must live until the end.
         Raises LayoutError for items that do not fit, SwapError.
         """
-        handle, error = c_void_p(), abi.Error()
+        handle, submit = c_void_p(), self._library.short_calls.pds_submit
         num_items, num_ids = len(items) // ctypes.sizeof(abi.Item), len(ids) // 8
-        out = byref(handle), byref(error)
+        packed = items, num_items, ids, num_ids
         with self._lock:
-            self._library.short_calls.pds_submit(
-                self._open(), direction, items, num_items, ids, num_ids, stream, ready, *out
-            )
-        abi.raise_error(error)
+            checked(submit, self._open(), direction, *packed, stream, ready, byref(handle))
         return Ticket(self._library, handle)
 
     def read_values(
@@ -195,12 +189,7 @@ class Ticket:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for the end; False after `timeout_s`. Raises SwapError if the copy failed."""
-        error = abi.Error()
-        code = self._calls.pds_wait(self.handle, int(timeout_s * 1e6), byref(error))
-        if code == abi.Code.PENDING:
-            return False
-        abi.raise_error(error)
-        return True
+        return checked(self._calls.pds_wait, self.handle, int(timeout_s * 1e6)) != abi.Code.PENDING
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:

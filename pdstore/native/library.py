@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char, c_char_p, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
 
 from pdstore.errors import ConfigError, DeviceError, LayoutError, NativeError, SwapError
 from pdstore.native.build import find_built, find_library
 from pdstore.settings import Settings
+
+log = logging.getLogger(__name__)
 
 ABI = 19
 CPU = -1
@@ -47,16 +48,6 @@ class Code(enum.IntEnum):
     SYSTEM = 12
     LENGTH = 13
     VALUE = 14
-
-
-class CopyPlan(NamedTuple):
-    """The path that a payload takes, and the reason."""
-
-    path: str
-    num_pieces: int  # contiguous pieces of an engine block
-    piece_bytes: int  # the smallest of them
-    block_bytes: int  # of an engine block
-    why: str
 
 
 _KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64, "bytes": c_char_p}
@@ -160,7 +151,12 @@ def raise_error(error: ctypes.Structure) -> None:
     )
 
 
-log = logging.getLogger(__name__)
+def checked(call: Callable[..., int], *arguments: object) -> int:
+    """Calls a function of the library that ends with an `Error`, which it raises."""
+    error = Error()
+    code = call(*arguments, byref(error))
+    raise_error(error)
+    return code
 
 
 class Library:
@@ -186,15 +182,11 @@ class Library:
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
         """Pins a range of host memory for a device. Raises SwapError or DeviceError."""
-        error = Error()
-        self.calls.pds_register(device, address, num_bytes, byref(error))
-        raise_error(error)
+        checked(self.calls.pds_register, device, address, num_bytes)
 
     def unregister(self, device: int, address: int) -> None:
         """Unpins the range that was registered at this address. Raises SwapError."""
-        error = Error()
-        self.calls.pds_unregister(device, address, byref(error))
-        raise_error(error)
+        checked(self.calls.pds_unregister, device, address)
 
     def populate(self, address: int, num_bytes: int) -> None:
         """Faults in the pages of a range; faster when several threads share the work."""
@@ -236,9 +228,9 @@ class Library:
         return before.value
 
 
-def joined(paths: Sequence[str]) -> bytes:
-    """Returns paths as the library takes them: a zero after each."""
-    return os.fsencode("\0".join(paths)) + b"\0"
+def joined(names: Sequence[str]) -> bytes:
+    """Returns keys or paths as the library takes them: a zero after each."""
+    return os.fsencode("\0".join(names)) + b"\0"
 
 
 def address_of(view: memoryview) -> int:
@@ -270,26 +262,32 @@ class LibraryLoader:
     def load(self, settings: Settings, *, for_gpu: bool) -> Library | None:
         """The native library; None, after one warning with the reason, where there is none.
 
-        for_gpu: the copies are of a GPU's memory. The form for host memory is quicker to build.
+        for_gpu: the copies are of a GPU's memory. The form for host memory is quicker to build, and
+          that for GPUs serves host memory too.
         Returns None for PDSTORE_NATIVE=off. Raises ConfigError for PDSTORE_NATIVE=require without a
         library.
         """
         if settings.native == "off":
             return None
-        try:
-            library = self._load(for_gpu)
-            if for_gpu and not library.num_devices:
-                why = "finds no GPU (is the driver older than its CUDA?)"
-                why = why if library.has_cuda else "was built without CUDA"
-                raise NativeError(f"{library.path} {why}")
+        library = self._loaded.get(True) or self._loaded.get(for_gpu)
+        if library is None and for_gpu not in self._missing:
+            try:
+                library = self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
+            except NativeError as error:
+                self._missing[for_gpu] = str(error)
+        if library is None:
+            problem = self._missing[for_gpu]
+        elif for_gpu and not library.num_devices:
+            why = "finds no GPU (is the driver older than its CUDA?)"
+            problem = f"{library.path} {why if library.has_cuda else 'was built without CUDA'}"
+        else:
             return library
-        except NativeError as error:
-            if settings.native == "require":
-                raise ConfigError(f"PDSTORE_NATIVE=require: {error}") from error
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                log.warning("block copies go through torch: %s", error)
-            return None
+        if settings.native == "require":
+            raise ConfigError(f"PDSTORE_NATIVE=require: {problem}")
+        if problem not in self._warned:
+            self._warned.add(problem)
+            log.warning("block copies go through torch: %s", problem)
+        return None
 
     def built(self, settings: Settings) -> Library | None:
         """The library for host memory if nothing need be built for it; else None, and no warning.
@@ -305,19 +303,6 @@ class LibraryLoader:
                 with contextlib.suppress(NativeError):  # `load` gives the reason
                     self._loaded[False] = Library(path)
         return self._loaded.get(True) or self._loaded.get(False)
-
-    def _load(self, for_gpu: bool) -> Library:
-        """Looks for a form once in a process; that for GPUs serves host memory too."""
-        library = self._loaded.get(True) or self._loaded.get(for_gpu)
-        if library is not None:
-            return library
-        if for_gpu not in self._missing:
-            try:
-                self._loaded[for_gpu] = Library(self._find(with_cuda=for_gpu))
-                return self._loaded[for_gpu]
-            except NativeError as error:
-                self._missing[for_gpu] = str(error)
-        raise NativeError(self._missing[for_gpu])
 
 
 _loader = LibraryLoader()

@@ -166,7 +166,7 @@ class PrefixCacheManager:
             num_tokens=keys.num_tokens,
             namespace=self.namespace.hex,
             pool_id=pool_id.hex() if pool_id else None,
-            fields=self.namespace.describe(),
+            fields=self.namespace.described,
             last_block=keys.hash_of(len(keys) - 1).hex() if len(keys) else None,
             last_save=last_save,
             weights_files=self._mismatches.weights_files,

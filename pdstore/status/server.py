@@ -6,7 +6,6 @@ StatusServer serves `/pdstore` and a page of it, on this host alone.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import logging
@@ -30,7 +29,7 @@ from pdstore.store.url import StoreURL, without_secret
 from pdstore.telemetry.reasons import ADVICE
 from pdstore.telemetry.request_record import Journal
 from pdstore.telemetry.spans import Spans
-from pdstore.threads import Deadline, Ticker
+from pdstore.threads import Ticker
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class StatusServer:
     One thread answers one request after the other: it is for a few people.
 
     port: 0 for a free one. Raises ConfigError for one that is taken.
-    request_s: a client that takes longer to send its request, or to read the answer, is hung up on.
+    request_s: a client that sends or reads nothing for so long is hung up on.
     """
 
     def __init__(
@@ -53,10 +52,11 @@ class StatusServer:
     ) -> None:
         page = files("pdstore.status").joinpath("page.html").read_bytes()
         try:
-            self._server = _Server((_HOST, port), partial(_Handler, page, take, request_s))
+            self._server = _Server((_HOST, port), partial(_Handler, page, take))
         except OSError as error:
             raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
         self._server.timeout = _TURN_S
+        self._server.request_s = request_s
         self._longest_turn_s = _TURN_S + 2 * request_s
         self._thread = Ticker("pdstore-status", self._turn)
 
@@ -75,25 +75,14 @@ class StatusServer:
         return 0.0
 
 
-class _TimedReader(io.RawIOBase):
-    """Reads from a connected socket for `seconds` in all, then raises TimeoutError."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection = connection
-        self._deadline = Deadline(seconds)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        left_s = self._deadline.remaining_s()
-        if left_s == 0.0:
-            raise TimeoutError("the bytes took too long to come")
-        self._connection.settimeout(left_s)
-        return self._connection.recv_into(buffer)
-
-
 class _Server(HTTPServer):
+    request_s: float
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        request, address = super().get_request()
+        request.settimeout(self.request_s)
+        return request, address
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Logs what a request raised; the base class writes it to stderr."""
         is_gone = isinstance(sys.exc_info()[1], OSError)  # the client is
@@ -105,17 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
         self,
         page: bytes,
         take: Callable[[], dict[str, object]],
-        request_s: float,
         *arguments: object,
     ) -> None:
         self._page = page
         self._take = take
-        self._request_s = request_s
         super().__init__(*arguments)  # type: ignore[arg-type]
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = io.BufferedReader(_TimedReader(self.connection, self._request_s))
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
@@ -131,7 +114,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing: the page asks every second."""
 
     def _answer(self, kind: str, body: bytes) -> None:
-        self.connection.settimeout(self._request_s)
         self.send_response(200)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body)))):
             self.send_header(name, value)
@@ -229,7 +211,7 @@ def snapshot(
         "role": settings.role,
         "store": StoreURL.of(settings.store).label,
         "pool": {"id": pool_id.hex() if pool_id else None, "lease_s": cache.lease_s},
-        "namespace": {"hex": namespace.hex, "fields": namespace.describe()},
+        "namespace": {"hex": namespace.hex, "fields": namespace.described},
         "problem": problem(),
         "settings": settings_of(settings),
         "metrics": numbers,

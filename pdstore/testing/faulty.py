@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
@@ -46,25 +48,23 @@ class Faulty(WrapperStore):
     ) -> None:
         super().__init__(store)
         self._random = random.Random(seed)
-        self._random_lock = threading.Lock()
         self.error_rate = error_rate
         self.miss_rate = miss_rate
         self.corrupt_rate = corrupt_rate
         self._bytes_per_s = bytes_per_s
         self._read_until = 0.0
+        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._open = threading.Event()
         self._open.set()
-        self.num_held = 0
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> Faulty:
         """Opens the store of the URL without `faulty+`. Raises ConfigError."""
-        seed, rates, bytes_per_s = _options_of(url)
-        inner = open_store(url.inner("faulty+"), settings)
-        store = cls(inner, seed=seed, bytes_per_s=bytes_per_s, **rates)
+        options = _options_of(url)
+        store = cls(open_store(url.inner("faulty+"), settings), **options)
         store.label = url.label
-        log.warning("%s fails on purpose: seed %d, %s", url.label, seed, rates)
+        log.warning("%s fails on purpose: %s", url.label, options)
         return store
 
     @classmethod
@@ -94,9 +94,13 @@ class Faulty(WrapperStore):
         for i in range(n):
             if self._chance(self.corrupt_rate):
                 value = slots.value(i)
-                value[self._below(len(value))] ^= 1 << self._below(8)
+                value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
                 self._counts["faulty_corrupt"] += 1
-        self._slow_down(sum(slots.sizes[:n]))
+        if self._bytes_per_s:  # a read begins after all earlier ones
+            with self._lock:
+                start = max(time.monotonic(), self._read_until)
+                self._read_until = end = start + sum(slots.sizes[:n]) / self._bytes_per_s
+            time.sleep(max(0.0, end - time.monotonic()))
         return n
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
@@ -112,53 +116,33 @@ class Faulty(WrapperStore):
         super().clear(namespace)
 
     def _fault(self, verb: str) -> None:
-        if not self._open.is_set():
-            self.num_held += 1
-            self._open.wait(60)
-            self.num_held -= 1
+        self._open.wait(60)
         if self._chance(self.error_rate):
             self._counts["faulty_error"] += 1
             raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
-
-    def _slow_down(self, num_bytes: int) -> None:
-        """Waits as long as so many bytes take at the bound, after all earlier reads."""
-        if not self._bytes_per_s:
-            return
-        with self._random_lock:
-            start = max(time.monotonic(), self._read_until)
-            self._read_until = end = start + num_bytes / self._bytes_per_s
-        time.sleep(max(0.0, end - time.monotonic()))
 
     def _shortened(self, n: int) -> int:
         if not n or not self._chance(self.miss_rate):
             return n
         self._counts["faulty_miss"] += 1
-        return self._below(n)
+        return self._random.randrange(n)
 
     def _chance(self, rate: float) -> bool:
-        with self._random_lock:
-            return self._random.random() < rate
-
-    def _below(self, n: int) -> int:
-        with self._random_lock:
-            return self._random.randrange(n)
+        return self._random.random() < rate
 
 
-def _options_of(url: StoreURL) -> tuple[int, dict[str, float], int]:
+def _options_of(url: StoreURL) -> dict[str, Any]:
     """Removes seed, rates and bytes_per_s from a URL's options. Raises ConfigError."""
     seed = url.options.pop("seed", "0")
     if not seed.isdecimal():
         raise ConfigError(f"{url.label}: seed={seed!r} is not a whole number")
     rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
-    return int(seed), rates, url.size("bytes_per_s", 0)
+    return {"seed": int(seed), **rates, "bytes_per_s": url.size("bytes_per_s", 0)}
 
 
 def _rate(url: StoreURL, name: str) -> float:
     text = url.options.pop(name, "0.02")
-    try:
-        rate = float(text)
-    except ValueError as error:
-        raise ConfigError(f"{url.label}: {name}={text!r} is not a number") from error
-    if not 0 <= rate <= 1:
-        raise ConfigError(f"{url.label}: {name} must be from 0 to 1")
-    return rate
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise ConfigError(f"{url.label}: {name}={text!r} is not a number from 0 to 1")

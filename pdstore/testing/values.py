@@ -1,11 +1,14 @@
-"""Keys and values that any process can check, and threads with a deadline, for tests."""
+"""Keys and values that any process can check, threads and forks with a deadline, for tests."""
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import secrets
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
 from pdstore.format.keys import BlockKey
@@ -23,16 +26,27 @@ def content(key: str, size: int, version: int = 0) -> bytes:
     return random.Random(f"{key}#{version}").randbytes(size)
 
 
-def empty_slots(sizes: Sequence[int], *, slot_bytes: int | None = None) -> Slots:
-    """Returns slots in a new buffer, filled with 0xEE."""
+def contents(keys: Sequence[str], size: int, version: int = 0) -> list[bytes]:
+    """Returns the values of keys, all of one size."""
+    return [content(key, size, version) for key in keys]
+
+
+def empty_slots(
+    sizes: Sequence[int], *, slot_bytes: int | None = None, numbers: Sequence[int] | None = None
+) -> Slots:
+    """Returns slots in a new buffer, filled with 0xEE; in the buffer's order without `numbers`."""
     slot_bytes = max([*sizes, 1]) if slot_bytes is None else slot_bytes
-    view = memoryview(bytearray(b"\xee" * (slot_bytes * len(sizes))))
-    return Slots(view, slot_bytes, range(len(sizes)), sizes)
+    numbers = range(len(sizes)) if numbers is None else numbers
+    view = memoryview(bytearray(b"\xee" * slot_bytes * (max(numbers, default=0) + 1)))
+    return Slots(view, slot_bytes, numbers, sizes)
 
 
-def filled_slots(values: Sequence[bytes], *, slot_bytes: int | None = None) -> Slots:
-    """Returns slots that hold these values."""
-    slots = empty_slots([len(value) for value in values], slot_bytes=slot_bytes)
+def filled_slots(
+    values: Sequence[bytes], *, slot_bytes: int | None = None, numbers: Sequence[int] | None = None
+) -> Slots:
+    """Returns slots as `empty_slots` does, that hold these values."""
+    sizes = [len(value) for value in values]
+    slots = empty_slots(sizes, slot_bytes=slot_bytes, numbers=numbers)
     for i, value in enumerate(values):
         slots.value(i)[:] = value
     return slots
@@ -45,20 +59,25 @@ def put(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> int:
     return n
 
 
-def stored(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[bytes]]:
-    """Puts values under fresh keys, which the store must take; returns both."""
-    keys = fresh_keys(count)
-    values = [content(key, size) for key in keys]
-    assert put(store, keys, values) == count
-    return keys, values
-
-
 def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[bytes]:
     """Gets values; returns those of the leading keys that were there."""
     slots = empty_slots(sizes)
     n = store.get(keys, slots)
     assert is_count(n, len(keys)), f"get says {n!r} of {len(keys)}"
     return [bytes(slots.value(i)) for i in range(n)]
+
+
+def put_new(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[bytes]]:
+    """Puts values of one size under new keys, which all must be taken; returns both."""
+    keys = fresh_keys(count)
+    values = contents(keys, size)
+    assert put(store, keys, values) == count
+    return keys, values
+
+
+def assert_stored(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> None:
+    """Gets all of these values."""
+    assert_values(get(store, keys, [len(value) for value in values]), values)
 
 
 def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
@@ -107,3 +126,16 @@ def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
         assert not alive, f"{alive} of {len(threads)} still run after {deadline_s} s"
 
     return join
+
+
+def exit_code_of(function: Callable[[], object], deadline_s: float = 10.0) -> int | None:
+    """Runs a function in a forked child; returns 0 if it was true there, None if it hangs."""
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not function()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads run here, as in an engine
+        child.start()
+    child.join(deadline_s)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    return code

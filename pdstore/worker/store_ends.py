@@ -188,7 +188,7 @@ class StagedEnd(StoreEnd):
         """Writes the headers, with their checksums, of values whose payloads are in place."""
         views = [slots.value(i) for i in range(len(values))]
         for start, view in zip(values.starts, views, strict=True):
-            block.write_start(view, start)
+            view[: block.START_BYTES] = start
         for view, computed in zip(views, self._ends.swap.checksums(views), strict=True):
             block.write_checksum(view, computed)
 

@@ -76,18 +76,6 @@ def test_a_full_file_system_has_the_remedy_of_its_cause(file_url):
     assert "raise ulimit -f" in found(document, "bad")["room"]["remedy"]
 
 
-@pytest.mark.parametrize(("gpu", "level"), [("B200", "warn"), ("L4", "ok")])
-def test_the_break_even_is_a_verdict_on_this_store(gpu, level, tmp_path, file_url):
-    from pdstore.sizing import Machine
-
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA_8B))
-    share = {"B200": 1.0, "L4": 1e-3}[gpu]  # far above and far below any disk
-    machine = Machine(gpu, 8, share)
-    document = doctor(file_url, model=str(config), machine=machine, count_gpus=lambda: 0).document
-    assert "break-even" in found(document, level)
-
-
 def test_a_budget_above_its_file_system_is_yellow_with_what_to_write(tmp_path):
     document = run_json("doctor", "--store", f"file://{tmp_path}/pool?budget=1000TiB")
     finding = found(document, "warn")["budget"]

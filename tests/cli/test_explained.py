@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.cli.explained import Question, cover_of, explain
+from pdstore.cli.explained import cover_of, explain
 from pdstore.cli.listing import NamespaceUse
 from pdstore.errors import ConfigError
 from pdstore.format.keys import Part, PromptKeys
@@ -43,16 +43,16 @@ def test_a_prompt_of_a_tenant_is_found_with_its_salt_alone(file_url, prompts):
     store = open_store(file_url, read_settings())
     save(store, keys)
     store.close()
-    assert explain(file_url, Question(ids=IDS)).document["found_tokens"] == 0
-    salted = explain(file_url, Question(ids=IDS, cache_salt="tenant"))
+    assert explain(file_url, ids=IDS).document["found_tokens"] == 0
+    salted = explain(file_url, ids=IDS, cache_salt="tenant")
     assert (salted.status, salted.document["found_tokens"]) == (0, 40)
 
 
 def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
-    other = explain(filled_file, Question(ids="7,8,9"))
+    other = explain(filled_file, ids="7,8,9")
     assert other.status == 1
     (tmp_path / "other").mkdir()
-    empty = explain(f"file://{tmp_path}/other", Question(ids="7,8,9"))
+    empty = explain(f"file://{tmp_path}/other", ids="7,8,9")
     assert empty.status == 1
     assert empty.document["why"] == "this pool is empty"
 
@@ -60,14 +60,13 @@ def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
 @pytest.mark.parametrize(
     "question",
     [
-        *(Question(), Question("text"), Question(ids="one"), Question(ids="[]")),
-        *(Question(ids="1,,2"), Question(ids="1,2147483648"), Question(ids="[[1]]")),
-        Question(ids="[" * 100_000),
+        *({}, {"prompt": "text"}, {"ids": "one"}, {"ids": "[]"}, {"ids": "1,,2"}),
+        *({"ids": "1,2147483648"}, {"ids": "[[1]]"}, {"ids": "[" * 100_000}),
     ],
 )
 def test_what_is_no_prompt_is_refused(file_url, question):
     with pytest.raises(ConfigError, match="--ids"):
-        explain(file_url, question)
+        explain(file_url, **question)
 
 
 NAMESPACE = namespace_of("any", parts=(Part(0, 0), Part(0, 1)))

@@ -16,7 +16,7 @@ ON = {"pd_transfer_via_storage": True}
 
 
 def levels(engine_block=16, **settings):
-    found = check_settings(read_settings(**ON, **settings), frozenset(settings), engine_block)
+    found = check_settings(read_settings(**ON, **settings), engine_block)
     return {finding.subject: finding.level for finding in found}
 
 
@@ -24,16 +24,16 @@ def test_each_setting_has_its_origin_and_no_secret(monkeypatch):
     monkeypatch.setenv("PDSTORE_SALT", "pepper")
     monkeypatch.setenv("PDSTORE_STAGING", "2GiB")
     settings = read_settings(store="redis://me:secret@host/0")
-    found = check_settings(settings, frozenset({"store"}), 16)
+    found = check_settings(settings, 16)
     assert {f.subject: f.said for f in found if f.level is Level.INFO} == {
-        "PDSTORE_STORE": "redis://me:***@host/0 (--store)",
+        "PDSTORE_STORE": "redis://me:***@host/0 (argument)",
         "PDSTORE_SALT": "(set) (environment)",
         "PDSTORE_STAGING": "2 GiB (environment)",
     }
 
 
 def test_the_switch_that_is_off_is_yellow():
-    [finding] = check_settings(read_settings(), frozenset(), 16)
+    [finding] = check_settings(read_settings(), 16)
     assert finding.level is Level.WARN
     assert "PD_TRANSFER_VIA_STORAGE=1" in finding.remedy
 
@@ -69,7 +69,7 @@ def test_kv_that_leaves_the_host_unencrypted_is_yellow(url, is_open):
 
 
 def doubts(longest=None, **settings):
-    found = check_settings(read_settings(**ON, **settings), frozenset(), 16, longest)
+    found = check_settings(read_settings(**ON, **settings), 16, longest)
     return [(f.level, f.said, f.remedy) for f in found if f.subject == "settings"]
 
 

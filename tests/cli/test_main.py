@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import pdstore
-from pdstore.cli.answer import Answer, Output, heading, muted, table
+from pdstore.cli.answer import Answer, emit, heading, muted, table
 from pdstore.cli.app import app
 from pdstore.cli.main import main
 from pdstore.format.keys import FORMAT_VERSION
@@ -82,17 +82,17 @@ ANSWER = Answer({"a": 1}, [heading("title"), table(["what", ">ms"], [["put", "12
 
 
 def test_machines_get_json_and_nothing_else(capsys, tmp_path):
-    Output("-").emit(ANSWER)
+    emit(ANSWER, "-")
     assert json.loads(capsys.readouterr().out) == {"a": 1}
     path = tmp_path / "answer.json"
     path.write_text("old" * 100)
-    Output(str(path)).emit(ANSWER)
+    emit(ANSWER, str(path))
     assert json.loads(path.read_text()) == {"a": 1}
     assert capsys.readouterr().out == ""
 
 
 def test_text_that_others_chose_is_no_instruction(capsys):
     chosen = "[/] [red]a[/red] \x1b]0;title\x07 \udcff"
-    Output(None).emit(Answer({}, [table([""], [[chosen]]), chosen]))
+    emit(Answer({}, [table([""], [[chosen]]), chosen]), None)
     shown = "[/] [red]a[/red] ?]0;title? ?"
     assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [shown, shown]

@@ -1,12 +1,10 @@
-"""Checks of P and D through real HTTP: equal, differing, in two pools, silent, endless."""
+"""Checks of P and D through real HTTP: equal, differing, in two pools, silent."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socketserver
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,7 +13,6 @@ from prometheus_client import start_http_server
 from pdstore.cli.answer import Level
 from pdstore.cli.peers import check_peers
 from pdstore.metrics import Metrics
-from pdstore.testing.values import start_background
 
 FIELDS = {"dtype": '"bfloat16"', "block_tokens": "64", "salt": "null"}
 
@@ -133,35 +130,3 @@ def test_nobody_there_is_red_in_plain_words():
 def test_what_is_no_url_says_how_one_begins(url):
     [finding] = check_peers([url])
     assert finding.said.startswith("a URL begins with http://")
-
-
-HEAD = b"HTTP/1.1 200 OK\r\n"
-
-
-@pytest.fixture
-def serve():
-    """Starts servers that send bytes and hang up: `serve(b"...")`; a function yields the bytes."""
-    with contextlib.ExitStack() as stack:
-
-        def serve(pieces):
-            class Handler(socketserver.StreamRequestHandler):
-                def handle(self):
-                    with contextlib.suppress(OSError):  # the client has enough
-                        while self.rfile.readline().strip():
-                            pass
-                        for piece in pieces():
-                            self.wfile.write(piece)
-
-            server = stack.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler))
-            end = start_background(partial(server.serve_forever, 0.01))
-            stack.callback(end, 10)
-            stack.callback(server.shutdown)
-            return "http://{}:{}".format(*server.server_address)
-
-        yield serve
-
-
-def endless():
-    yield HEAD + b"\r\n"
-    while True:
-        yield b"# more\n" * 8192

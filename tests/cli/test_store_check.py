@@ -8,7 +8,6 @@ from pdstore.cli.answer import Level
 from pdstore.cli.doctor import check_room, measure, try_store
 from pdstore.errors import StoreUnavailable
 from pdstore.settings import read_settings
-from pdstore.sizing import Machine
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import Room
@@ -16,7 +15,6 @@ from pdstore.testing import fresh_keys
 from pdstore.testing.values import put
 
 GIB = 1 << 30
-H100 = Machine("H100")
 
 
 class Telling(MemoryStore):
@@ -72,7 +70,7 @@ def test_a_right_store_is_measured_and_left_as_it_was(url):
     store = open_store(url, settings)
     before = {value.key for value in store.stored_values()}
     assert try_store(settings, store).level is Level.OK
-    [finding] = measure(settings, store, None, H100)
+    finding = measure(settings, store, None)
     assert (finding.level, finding.subject) == (Level.OK, "speed")
     assert "every byte is right" in finding.said
     assert {value.key for value in store.stored_values()} == before
@@ -104,7 +102,7 @@ def test_a_wrong_store_is_told_at_its_step(step):
 
 
 def test_a_store_that_takes_only_small_values_is_red():
-    [finding] = measure(read_settings(), MemoryStore(budget=1 << 20), None, H100)
+    finding = measure(read_settings(), MemoryStore(budget=1 << 20), None)
     assert (finding.level, finding.subject) == (Level.BAD, "room")
     assert finding.remedy
 
@@ -114,7 +112,6 @@ def test_a_full_small_pool_keeps_its_values(tmp_path, mib, said):
     store = open_store(f"file://{tmp_path}/pool?budget={mib}MiB&lease=0.001", read_settings())
     keys = fresh_keys(mib - 2)
     assert put(store, keys, [bytes(1 << 20)] * len(keys)) == len(keys)
-    *_, last = measure(read_settings(), store, None, H100)
-    assert said in last.said
+    assert said in measure(read_settings(), store, None).said
     assert store.match(keys) == len(keys)
     store.close()

@@ -49,7 +49,7 @@ def test_each_layer_is_reported_when_its_kv_is_written(open_engine, num_tokens):
     cache = PagedCache(
         2, engine.model.num_kv_heads, engine.model.head_dim, 1, 16, torch.float, "cpu"
     )
-    request = Request(prompt=prompt_of(num_tokens), max_tokens=1, sink=print, block_ids=[0])
+    request = Request(token_ids=prompt_of(num_tokens), max_tokens=1, sink=print, block_ids=[0])
     written = []
 
     def layer_written(layer):

@@ -13,17 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.pools import MOONCAKE_VARIABLES, choose
 from examples.ports import free_port
 from tests.support.child import child
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ["run_prefill.sh", "run_decode.sh"]
 SCRIPTS = [*ENGINES, "run_router.sh", "run_pd_storage.sh"]
-OURS = (
-    *("PYTHON", "VIRTUAL_ENV", "MODEL", "PDSTORE_STORE", "PD_TRANSFER_VIA_STORAGE"),
-    *MOONCAKE_VARIABLES,
-)
+OURS = ("PYTHON", "VIRTUAL_ENV", "MODEL", "PDSTORE_STORE", "PD_TRANSFER_VIA_STORAGE")
 
 STUB = f"""#!{sys.executable}
 import json, os, sys
@@ -159,25 +155,11 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     assert json.loads(output)["pid"] == process.pid
 
 
-@pytest.mark.parametrize("script", ENGINES)
-@pytest.mark.parametrize("name", MOONCAKE_VARIABLES)
-def test_mooncakes_variables_name_the_pool_as_they_do_for_the_demo(
-    script: str, name: str, python: Path, model: Path
-) -> None:
-    given = {"PYTHON": python, "MODEL": model, name: "h:2"}
-    done = run(script, "--port", free_port(), **given)
-    chosen = choose(None, {name: "h:2"})
-    assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == chosen.store == "mooncake://"
-    assert f"pool {chosen}" in done.stderr
-
-
-def test_a_store_that_is_named_wins_over_mooncakes_variables(python: Path, model: Path) -> None:
-    given = {"PYTHON": python, "MODEL": model, **dict.fromkeys(MOONCAKE_VARIABLES, "h:2")}
-    by_option = run("run_decode.sh", "--port", free_port(), "--store", "file:///x", **given)
-    by_variable = run("run_decode.sh", "--port", free_port(), PDSTORE_STORE="file:///x", **given)
-    for done in (by_option, by_variable):
-        assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == "file:///x"
-        assert "mooncake" not in done.stderr
+def test_a_store_that_is_named_wins_over_the_environment(python: Path, model: Path) -> None:
+    given = {"PYTHON": python, "MODEL": model, "PDSTORE_STORE": "file:///y"}
+    for options, store in (((), "file:///y"), (("--store", "file:///x"), "file:///x")):
+        done = run("run_decode.sh", "--port", free_port(), *options, **given)
+        assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == store
 
 
 def test_the_router_finds_p_and_d_and_says_how_to_ask(python: Path) -> None:

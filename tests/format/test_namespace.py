@@ -31,10 +31,10 @@ def test_a_namespaces_keys_are_those_that_begin_with_its_prefix():
 def test_differences_name_the_fields_and_never_the_salt():
     a = Namespace({"weights": "x", "dtype": "float32", "salt": "a" * 64}, PARTS, 4)
     b = Namespace({"weights": "y", "dtype": "float32", "salt": "b" * 64}, PARTS, 4)
-    lines = a.differences(b.describe())
+    lines = a.differences(b.described)
     assert [line.split(":")[0] for line in lines] == ["salt", "weights"]
-    assert "aaaa" not in str(a.describe())
-    assert a.differences(a.describe()) == []
+    assert "aaaa" not in str(a.described)
+    assert a.differences(a.described) == []
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_equal_layers_are_told_once_so_that_a_difference_can_be_read():
     a, b = (
         Namespace({"layers": [["attention", heads, 128, 256]] * 32}, PARTS, 4) for heads in (8, 4)
     )
-    (line,) = a.differences(b.describe())
+    (line,) = a.differences(b.described)
     assert line == ('layers: 32 x ["attention",4,128,256] there, 32 x ["attention",8,128,256] here')
 
 

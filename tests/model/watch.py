@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdstore.format.handoff import PERIOD_S, SILENCE_S, is_beat
+from pdstore.format.handoff import PERIOD_S, SILENCE_S
 from pdstore.format.keys import BlockKey
 from tests.model.replay import Passed, ReplayStore
 from tests.support.clock import Clock
 
 STALL_S = 10.0
 _PAUSE_S = PERIOD_S / 2  # between two looks
+
+
+def is_beat(key: BlockKey) -> bool:
+    return key.endswith(":beat")
 
 
 @dataclass(frozen=True)

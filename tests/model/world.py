@@ -8,11 +8,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from pdstore.errors import Reason
-from pdstore.format.handoff import is_beat
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from tests.model.actors import Actors, Shape, Taken
 from tests.model.replay import ERROR, TORN, WHOLE, Call, Ended, Looked, Meanwhile, Passed, Replays
-from tests.model.watch import Rules
+from tests.model.watch import Rules, is_beat
 
 
 class State(NamedTuple):

@@ -15,7 +15,7 @@ from pdstore.format.keys import FORMAT_VERSION, Namespace, Part
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.testing.faulty import Faulty
-from tests.support.forked import exit_code_of
+from pdstore.testing.values import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of
 from tests.support.pool_kit import save
 

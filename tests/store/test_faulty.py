@@ -56,7 +56,7 @@ def test_a_seed_repeats_its_faults():
     [
         ("faulty+memory://?seed=x", "seed='x' is not a whole number"),
         ("faulty+memory://?error_rate=often", "error_rate='often' is not a number"),
-        ("faulty+memory://?miss_rate=1.5", "miss_rate must be from 0 to 1"),
+        ("faulty+memory://?miss_rate=1.5", "miss_rate='1.5' is not a number from 0 to 1"),
         ("faulty+memory://?rate=1", r"memory://: unknown option 'rate'"),
         ("faulty+nothing://", r"bad store URL 'nothing://': it must start with one of memory://"),
     ],

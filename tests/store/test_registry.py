@@ -76,8 +76,7 @@ def test_the_store_of_an_installed_package_opens_by_its_scheme(install):
         *("faulty+redsi://x", "faulty+file://{tmp}/p?colour=red", "http://x", "file://{tmp}/p?a"),
     ],
 )
-def test_a_check_says_what_opening_would_and_makes_nothing(url, tmp_path, monkeypatch):
-    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+def test_a_check_says_what_opening_would_and_makes_nothing(url, tmp_path):
     url = url.format(tmp=tmp_path)
     with pytest.raises(ConfigError) as caught:
         check_url(url, Settings())

@@ -124,7 +124,7 @@ class Asked:
 
 def ask(engine, prompt, max_tokens=8, **options):
     events = queue.Queue()
-    request = Request(prompt=prompt, max_tokens=max_tokens, sink=events.put, **options)
+    request = Request(token_ids=prompt, max_tokens=max_tokens, sink=events.put, **options)
     engine.submit(request)
     return Asked(request, events)
 

@@ -11,11 +11,10 @@ import torch
 from pdstore.async_runner import CPU, DevicePin
 from pdstore.errors import DeviceError, Direction, QueueFull, Reason
 from pdstore.metrics import Metrics
-from pdstore.testing.values import start_background
+from pdstore.testing.values import exit_code_of, start_background
 from pdstore.worker.job import Urgency
 from pdstore.worker.job_queue import MAX_HUNG_CALLS, JobQueue
 from tests.support.device_api import FakeApi
-from tests.support.forked import exit_code_of
 from tests.support.jobs import LOAD, SAVE, Gate, Shares, held, job_of
 from tests.support.kv import eventually
 

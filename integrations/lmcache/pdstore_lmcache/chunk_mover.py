@@ -147,7 +147,7 @@ class ChunkMover:
                 _copy(slots.value(i)[block.HEADER_BYTES :], chunk.memory)
         for i, chunk in enumerate(batch):
             value = slots.value(i)
-            block.write_start(value, chunk.name.start(len(chunk.memory)))
+            value[: block.START_BYTES] = chunk.name.start(len(chunk.memory))
             block.write_checksum(value)
         return True
 

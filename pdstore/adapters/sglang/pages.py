@@ -217,7 +217,6 @@ class HostPages:
                 engine_block_tokens=pool.page_size,
                 rope=rope,
                 quantization=served.quantization,
-                order="page",
                 page=f"sglang:{pool.layout}",
                 num_shards=tp_size,
                 tp_rank=tp_rank,

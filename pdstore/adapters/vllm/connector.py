@@ -141,7 +141,8 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True
 
     def build_connector_meta(self, scheduler_output: Any) -> PDStoreConnectorMetadata:
-        metadata = self.scheduler.build_metadata()
+        metadata = PDStoreConnectorMetadata()
+        self.scheduler.add_loads(metadata)
         try:
             self.scheduler.add_saves(metadata, scheduler_output)
         except Exception:  # a fault costs the saves alone: vLLM waits for the loads

@@ -114,6 +114,6 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         first = ranks[0].namespace
         for rank in ranks[1:]:
             if rank.namespace.digest != first.digest:
-                differences = "; ".join(first.differences(rank.namespace.describe()))
+                differences = "; ".join(first.differences(rank.namespace.described))
                 raise ConfigError(f"the ranks of this instance differ in {differences}")
         return ranks[0]

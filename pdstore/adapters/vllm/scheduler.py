@@ -25,8 +25,8 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest
-from pdstore.format.handoff import Handoff
+from pdstore.engine.request import EngineRequest, LoadPlan
+from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Json
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
@@ -76,7 +76,8 @@ class PDStoreConnectorScheduler:
         self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
         self._patience_left_s = self.patience_s
-        self._next_step = PDStoreConnectorMetadata()
+        self._loads: list[tuple[str, LoadPlan | None, Sequence[Sequence[int]]]] = []
+        self._aborted: list[HandoffId] = []
 
     def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
         """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
@@ -151,8 +152,7 @@ class PDStoreConnectorScheduler:
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
         plan = state.plan_load(end, len(block_ids[0]) * self.saves.block_tokens)
-        tables = tables_of(block_ids, self._blocks_of(plan.keys.num_tokens))
-        self._next_step.loads.append(LoadSpec(request_id, plan, tables))
+        self._loads.append((request_id, plan, block_ids))
 
     def fail_load(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
@@ -161,14 +161,25 @@ class PDStoreConnectorScheduler:
         if (known := self._requests.get(request_id)) is not None:
             known[1].give_up()
         first = len(block_ids[0]) - self._blocks_of(num_external)
-        behind = [table[first:] for table in block_ids]
-        self._next_step.loads.append(LoadSpec(request_id, None, tables_of(behind, len(behind[0]))))
+        self._loads.append((request_id, None, [table[first:] for table in block_ids]))
 
-    def build_metadata(self) -> PDStoreConnectorMetadata:
-        """Returns the queued loads and aborts; `add_saves` adds the saves."""
+    def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Adds the queued loads and aborts."""
         self._patience_left_s = self.patience_s
-        metadata, self._next_step = self._next_step, PDStoreConnectorMetadata()
-        return metadata
+        loads, self._loads = self._loads, []
+        for load in loads:
+            self._add_load(metadata, *load)
+        metadata.aborted_handoffs, self._aborted = self._aborted, []
+
+    def _add_load(
+        self,
+        metadata: PDStoreConnectorMetadata,
+        request_id: str,
+        plan: LoadPlan | None,
+        block_ids: Sequence[Sequence[int]],
+    ) -> None:
+        num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
+        metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of what a step computes. output: vLLM's SchedulerOutput."""
@@ -211,7 +222,7 @@ class PDStoreConnectorScheduler:
         aborted = state.end()
         self._records.end_request(state)
         if aborted is not None:
-            self._next_step.aborted_handoffs.append(aborted)
+            self._aborted.append(aborted)
             return None
         decided: dict[str, Json] = {"pdstore_decision": state.decided} if state.decided else {}
         return {**state.answer, **decided} or None
@@ -219,8 +230,7 @@ class PDStoreConnectorScheduler:
     @property
     def is_at_work(self) -> bool:
         """True while vLLM must keep stepping although it has no request."""
-        aborted = self._next_step.aborted_handoffs
-        return bool(aborted or self.saves or self._records.has_running_jobs())
+        return bool(self._aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
         """Clears this namespace in the pool; False if that failed."""

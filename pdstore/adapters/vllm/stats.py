@@ -8,18 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from pdstore.metrics import METRICS, SECONDS, Across, Kind, M, Metric, Metrics, known_labels
+from pdstore.metrics import (
+    METRICS,
+    SECONDS,
+    TYPES,
+    Across,
+    Kind,
+    Metric,
+    Metrics,
+    Shown,
+    known_labels,
+)
 
 _GAUGES_EVERY_S = 0.1
-_TYPES = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 
 
 class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
@@ -109,8 +118,8 @@ class StepMetrics(Metrics):
         """Reads a gauge by this function from now on."""
         self._gauges[key] = read
 
-    def _made(self, kind: type[M], name: str) -> M:
-        return cast("M", _Recorded(super()._made(kind, name), name, self))
+    def _made(self, metric: Metric) -> Shown:
+        return _Recorded(super()._made(metric), metric.name, self)
 
     def _add_gauges(self, new: PDStoreStats) -> None:
         """Adds the gauges that have changed since the last call."""
@@ -172,7 +181,7 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._gauges: dict[tuple[int, str], dict[str, float]] = {}  # by process
         self._metrics = {
-            metric.name: self._shown(metric, metric_types[_TYPES[metric.kind]], labelnames)
+            metric.name: self._shown(metric, metric_types[TYPES[metric.kind]], labelnames)
             for metric in METRICS.values()
         }
 
@@ -214,7 +223,7 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        types = {kind: functools.partial(kind, registry=self.registry) for kind in _TYPES.values()}
+        types = {kind: functools.partial(kind, registry=self.registry) for kind in TYPES.values()}
         nobody = SimpleNamespace(kv_transfer_config=None)
         self._metrics = PDStorePromMetrics(nobody, types, ["engine"], {0: ["0"]})
 

@@ -16,7 +16,6 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import (
     ArenaCounts,
-    ArenaTimes,
     Filled,
     NativeArena,
     Taken,
@@ -83,7 +82,7 @@ class ArenaStore(Store):
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
-        times = ArenaTimes(lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s)
+        times = lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s
         fd = open_arena_file(self.path, library, size, slab_bytes)
         try:
             self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
@@ -92,11 +91,7 @@ class ArenaStore(Store):
         finally:
             os.close(fd)
         readable = ByteSize(self._arena.data_bytes).human_readable()
-        log_once(
-            log,
-            f"pool in {self.path}, {readable} of memory: P and D must run on this host and use the"
-            " same name",
-        )
+        log_once(log, f"pool in {self.path}, {readable}: P and D must use it on the same host")
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:

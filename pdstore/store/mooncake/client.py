@@ -45,15 +45,14 @@ ENDED = "transfers ended by a close"
 class Server:
     """A master.
 
-    address: `host:port`; anything else (`etcd://...`) has no one address and always answers.
+    address: `host:port`.
     """
 
     def __init__(self, label: str, address: str, timeout_s: float = PROBE_S) -> None:
         self._where = f"{label}: the server at {address}"
         self._timeout_s = timeout_s
         host, _, port = address.rpartition(":")
-        is_one = "://" not in address and port.isdigit()
-        self._address = (host.strip("[]"), int(port)) if is_one else None
+        self._address = host.strip("[]"), int(port)
 
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
@@ -61,8 +60,6 @@ class Server:
         Sends 20 junk bytes, as long as the shortest request but not one, at which a live server
         closes the connection. A stopped process still accepts connections.
         """
-        if self._address is None:
-            return
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:
                 connection.settimeout(self._timeout_s)

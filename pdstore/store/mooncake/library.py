@@ -1,4 +1,4 @@
-"""MooncakeConfig: settings, each with its origin. Library: Mooncake's module and its codes."""
+"""MooncakeConfig: the options of a URL. Library: Mooncake's module and its codes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
-import json
 import logging
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,23 +24,11 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.settings import MooncakeSources, set_missing_variables
+from pdstore.settings import set_missing_variables
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
 
-_NAMES_OF_OTHERS = {
-    "master": ("master_server_address", "MOONCAKE_MASTER"),
-    "metadata": ("metadata_server", "MOONCAKE_TE_META_DATA_SERVER"),
-    "hostname": ("local_hostname", "MOONCAKE_LOCAL_HOSTNAME"),
-    "segment": ("global_segment_size", "MOONCAKE_GLOBAL_SEGMENT_SIZE"),
-    "buffer": ("local_buffer_size", "MOONCAKE_LOCAL_BUFFER_SIZE"),
-    "protocol": ("protocol", "MOONCAKE_PROTOCOL"),
-    "devices": ("device_name", "MOONCAKE_DEVICE"),
-    "tenant": ("tenant_id", "MOONCAKE_TENANT_ID"),
-}
-"""Mooncake's own names of fields, in its JSON file and in the environment."""
-_MASTER_OF_SCRIPTS = "MOONCAKE_MASTER_SERVER_ADDR"  # FastDeploy's; MOONCAKE_MASTER wins
 _POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -61,13 +48,13 @@ _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto
 
 
 class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
-    """Settings of the connections to a Mooncake pool.
+    """The connections to a Mooncake pool: the options of a `mooncake://` URL.
 
+    master: host and port.
     metrics_port: of the master's HTTP server, for listings.
     topology: `holder`: other processes own the values' memory. `embedded`: this process lends
       `segment` bytes.
-    segment, buffer: bytes. Others' settings of a segment are for their programs: it is lent only
-      with `topology=embedded`.
+    segment, buffer: bytes; a segment is lent with `topology=embedded`.
     hostname: the address at which other clients reach this process; "" means this host's address
       towards the master.
     prefer: the segment (host:port) to put to first.
@@ -75,10 +62,9 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
       for; "" means none.
     connections: how many move values; the library copies with one thread for each (over TCP).
     lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest of any release.
-    origins: where each field's value comes from; a field that is not in it has its default.
     """
 
-    master: str = ""
+    master: str
     metrics_port: int = Field(9003, gt=0, lt=65536)
     topology: _Topology = "holder"
     metadata: str = "P2PHANDSHAKE"
@@ -92,26 +78,26 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     ssd_path: str = ""
     connections: int = Field(1, gt=0, le=64)
     lease: float = Field(5.0, gt=0, lt=1e6)
-    origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
 
     @classmethod
-    def from_url(cls, url: StoreURL, sources: MooncakeSources) -> MooncakeConfig:
-        """Reads all sources: the URL overrides the environment, which overrides the file.
-
-        An empty value counts as none. Raises ConfigError for a bad value, and for a name that is
-        nearly a known one.
-        """
-        found: dict[str, tuple[object, str]] = {}
-        for layer in (_from_file(sources), _from_environment(sources.variables), _from_url(url)):
-            found |= {name: (value, origin) for name, value, origin in layer if value != ""}
-        origins = {name: origin for name, (_, origin) in found.items()}
+    def from_url(cls, url: StoreURL) -> MooncakeConfig:
+        """Reads a URL's host and options. Raises ConfigError; names the nearest known option."""
+        known = sorted(cls.model_fields.keys() - {"master"})
+        for option in url.options.keys() - known:
+            near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f": did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{url.label}: unknown option {option!r}{hint}")
+        if url.path not in ("", "/") or url.more_hosts or not url.host:
+            raise ConfigError(f"{url.label}: write mooncake://HOST:PORT, of the one master")
+        host = f"[{url.host}]" if ":" in url.host else url.host
+        given: dict[str, Any] = {name: text for name, text in url.options.items() if text}
+        url.options.clear()
         try:
-            config = cls(origins=origins, **{name: value for name, (value, _) in found.items()})  # type: ignore[arg-type]
+            config = cls(master=f"{host}:{url.port or 50051}", **given)
         except ValidationError as error:
             [first, *_] = error.errors(include_url=False)
-            name = str(first["loc"][0])
             raise ConfigError(
-                f"mooncake: bad {name} {first['input']!r} ({origins[name]}): {first['msg']}"
+                f"{url.label}: bad {first['loc'][0]} {first['input']!r}: {first['msg']}"
             ) from error
         config._check(url)
         return config
@@ -123,27 +109,17 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def master_http(self) -> str:
-        """The address of the master's HTTP server; useless if there are several masters."""
+        """The address of the master's HTTP server."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
-
-    def describe(self) -> str:
-        """Returns every value with its origin, on one line."""
-        return ", ".join(
-            f"{name}={value} ({self.origins.get(name, 'default')})"
-            for name, value in self.model_dump().items()
-        )
 
     def _check(self, url: StoreURL) -> None:
         lends = self.topology == "embedded"
         problems = {
-            "the master is missing: write mooncake://HOST:PORT, or set MOONCAKE_MASTER": (
-                not self.master
-            ),
             "topology=embedded needs the size of the memory that it lends: segment=4GB": (
                 lends and not self.segment
             ),
             f"topology={self.topology} lends no memory: write topology=embedded, or no segment": (
-                self.segment and self.origins.get("segment") == "URL" and not lends
+                self.segment and not lends
             ),
             f"connections={self.connections} needs protocol=tcp: registered memory belongs to one"
             " connection": self.connections > 1 and not self.is_tcp,
@@ -151,56 +127,6 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         for problem, is_so in problems.items():
             if is_so:
                 raise ConfigError(f"{url.label}: {problem}")
-
-
-_Layer: TypeAlias = Iterator[tuple[str, object, str]]  # fields, values, where these come from
-
-
-def _from_url(url: StoreURL) -> _Layer:
-    known = sorted(MooncakeConfig.model_fields.keys() - {"master", "origins"})
-    for option in url.options.keys() - known:
-        near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
-        hint = f": did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-        raise ConfigError(f"{url.label}: unknown option {option!r}{hint}")
-    if url.path not in ("", "/") or url.more_hosts:
-        raise ConfigError(f"{url.label}: a mooncake URL has no path, and one host")
-    if url.host:
-        host = f"[{url.host}]" if ":" in url.host else url.host
-        yield "master", f"{host}:{url.port or 50051}", "URL"
-    yield from ((option, text, "URL") for option, text in url.options.items())
-    url.options.clear()
-
-
-def _from_environment(variables: Mapping[str, str]) -> _Layer:
-    known = {variable: name for name, (_, variable) in _NAMES_OF_OTHERS.items()}
-    _refuse_slips("variable", variables, [*known, "MOONCAKE_CONFIG_PATH", _MASTER_OF_SCRIPTS])
-    if not variables.get("MOONCAKE_MASTER"):
-        yield "master", variables.get(_MASTER_OF_SCRIPTS, ""), _MASTER_OF_SCRIPTS
-    yield from ((name, variables.get(variable, ""), variable) for variable, name in known.items())
-
-
-def _from_file(sources: MooncakeSources) -> _Layer:
-    if sources.text is None:
-        return
-    try:
-        document = json.loads(sources.text)
-    except ValueError as error:
-        raise ConfigError(f"{sources.path} is not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{sources.path} is not a JSON object")
-    known = {key: name for name, (key, _) in _NAMES_OF_OTHERS.items()}
-    _refuse_slips(f"key in {sources.path}:", document, known)
-    if others := sorted(document.keys() - known):
-        log.info("%s: pdstore does not read %s", sources.path, ", ".join(others))
-    yield from ((known[key], document[key], str(sources.path)) for key in document.keys() & known)
-
-
-def _refuse_slips(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for a name that nearly is a known one; others are other programs'."""
-    for name in names:
-        near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.9)
-        if near and name not in known:
-            raise ConfigError(f"unknown {what} {name}: did you mean {near[0]}?")
 
 
 VARIABLES = {
@@ -324,12 +250,7 @@ class Library:
             keywords["tenant_id"] = config.tenant
         if segment and config.ssd_path:
             keywords |= {"enable_ssd_offload": True, "ssd_offload_path": config.ssd_path}
-        try:
-            code = int(raw.setup(*given, **keywords))
-        except TypeError:
-            log.warning("this release of Mooncake ignores %s", ", ".join(keywords))
-            code = int(raw.setup(*given))
-        return code or raw
+        return int(raw.setup(*given, **keywords)) or raw
 
 
 def check_installed() -> None:
@@ -357,5 +278,5 @@ def _address_towards(master: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError, TypeError):  # several masters, or a name that nobody knows
-        return "127.0.0.1" if "://" not in master else socket.gethostname()
+    except OSError:  # a name that nobody knows
+        return "127.0.0.1"

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
-from pdstore.settings import Settings, mooncake_sources
+from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.mooncake.batches import Batches, Memory
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
@@ -93,13 +93,11 @@ class MooncakeStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> MooncakeStore:
-        config = MooncakeConfig.from_url(url, mooncake_sources())
-        log.info("%s: %s", url.label, config.describe())
-        return cls(url.label, config)
+        return cls(url.label, MooncakeConfig.from_url(url))
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        MooncakeConfig.from_url(url, mooncake_sources())
+        MooncakeConfig.from_url(url)
         check_installed()
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdstore.store.base import Store
-from pdstore.testing.suite.calls import CallTests
-from pdstore.testing.suite.clears import ClearTests
+from pdstore.testing.suite.calls import CallTests, ClearTests
 from pdstore.testing.suite.concurrency import ConcurrencyTests
 from pdstore.testing.suite.optional import ListTests, PressureTests
 

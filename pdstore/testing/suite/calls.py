@@ -1,26 +1,33 @@
-"""One caller: what `match`, `get`, `put` and `remove` promise for values and for batches."""
+"""The verbs: what `match`, `get`, `put`, `remove` and `clear` promise for values and batches."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
-from pdstore.errors import WrongLength
-from pdstore.format.keys import BlockKey
+from pdstore.errors import StoreFull, WrongLength
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.native.library import address_of
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
 from pdstore.testing.values import (
+    assert_stored,
     assert_values,
     content,
+    contents,
     empty_slots,
     filled_slots,
     fresh_keys,
     get,
     put,
-    stored,
+    put_new,
+    run_together,
 )
 
 SIZE = 4096
@@ -29,13 +36,13 @@ ODD_SIZES = [1, 2, 3, 63, 64, 65, 4095, 4097, 65535, 65536, 65537, 262143, 26214
 
 Verb = Callable[[Store, Sequence[BlockKey]], object]
 
-_VERBS: dict[str, Verb] = {
+VERBS: dict[str, Verb] = {
     "match": lambda store, keys: store.match(keys),
     "get": lambda store, keys: store.get(keys, empty_slots([SMALL] * len(keys))),
     "put": lambda store, keys: store.put(keys, filled_slots([b"x" * SMALL] * len(keys))),
     "remove": lambda store, keys: store.remove(keys),
 }
-every_verb = pytest.mark.parametrize("verb", _VERBS.values(), ids=_VERBS)
+every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
 
 class CallTests:
@@ -48,137 +55,102 @@ class CallTests:
         """Plants a value behind the store's back; override it where that is possible."""
         pytest.skip("this store's suite has no `write_raw`")
 
-    def test_another_user_of_the_pool_gets_what_was_put(self, store: Store, peer: Store) -> None:
-        keys, values = stored(store, 3, SIZE)
-        assert peer.match(keys) == 3
-        assert_values(get(peer, keys, [SIZE] * 3), values)
+    def test_every_user_of_the_pool_gets_what_was_put(self, store: Store, peer: Store) -> None:
+        keys, values = put_new(store, 5, SIZE)
+        for user in (store, peer):
+            assert user.match(keys) == 5
+            assert_stored(user, keys, values)
 
     @pytest.mark.parametrize("size", [SIZE, SIZE // 2])
-    def test_a_stored_key_keeps_its_bytes(self, store: Store, size: int) -> None:
-        keys, first = stored(store, 2, SIZE)
-        put(store, keys, [content(key, size, version=1) for key in keys])
-        assert_values(get(store, keys, [SIZE] * 2), first)
-
-    def test_put_of_stored_keys_accepts_them_all(self, store: Store) -> None:
+    def test_put_of_stored_keys_accepts_them_and_keeps_their_bytes(
+        self, store: Store, size: int
+    ) -> None:
         keys = fresh_keys(6)
-        values = [content(key, SIZE) for key in keys]
-        put(store, keys[1:4], values[1:4])
-        assert put(store, keys, values) == 6
-        assert put(store, keys, values) == 6
-        assert_values(get(store, keys, [SIZE] * 6), values)
+        first, second = contents(keys, SIZE), contents(keys, size, version=1)
+        put(store, keys[1:4], first[1:4])
+        assert put(store, keys, second) == 6
+        assert put(store, keys, first) == 6
+        assert_stored(store, keys, [second[0], *first[1:4], *second[4:]])
 
-    def test_the_callers_memory_is_its_own(self, store: Store) -> None:
+    def test_put_does_not_keep_the_callers_memory(self, store: Store) -> None:
+        """Nor does `get` lend the store's."""
         keys = fresh_keys(2)
-        values = [content(key, SIZE) for key in keys]
+        values = contents(keys, SIZE)
         slots = filled_slots(values)
         for call in (store.put, store.get):
-            call(keys, slots)
+            assert call(keys, slots) == 2
             slots.view[:] = b"\0" * len(slots.view)
-            assert_values(get(store, keys, [SIZE] * 2), values)
+            assert_stored(store, keys, values)
 
     @pytest.mark.parametrize("sizes", [ODD_SIZES, [4 << 20] * 5], ids=["odd", "4 MiB"])
     def test_values_may_have_any_size(self, store: Store, sizes: list[int]) -> None:
         keys = fresh_keys(len(sizes))
         values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
         assert put(store, keys, values) == len(sizes)
-        assert_values(get(store, keys, sizes), values)
+        assert_stored(store, keys, values)
 
-    def test_the_ith_value_goes_with_the_ith_slot(self, store: Store) -> None:
-        keys, numbers = fresh_keys(4), [6, 0, 3, 1]
-        view = memoryview(bytearray(8 * SIZE))
-        slots = Slots(view, SIZE, numbers, [SIZE, 100, SIZE - 1, 7])
-        values = [content(key, size) for key, size in zip(keys, slots.sizes, strict=True)]
-        for i, value in enumerate(values):
-            slots.value(i)[:] = value
-        store.put(keys, slots)
-        assert_values(get(store, keys, slots.sizes), values)
-        back = replace(slots, view=memoryview(bytearray(8 * SIZE)), numbers=[2, 7, 0, 5])
-        assert store.get(keys, back) == 4
-        assert_values([bytes(back.value(i)) for i in range(4)], values)
-
-    def test_get_writes_nothing_outside_the_sizes(self, store: Store) -> None:
-        keys, sizes = fresh_keys(3), [1, 100, SIZE - 1]
-        values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
-        put(store, keys, values)
-        slots = replace(empty_slots(sizes, slot_bytes=SIZE), numbers=[2, 0, 1])
-        store.get(keys, slots)
-        expected = filled_slots([values[1], values[2], values[0]], slot_bytes=SIZE)
-        assert bytes(slots.view) == bytes(expected.view)
-
-    def test_put_stores_exactly_the_sizes(self, store: Store) -> None:
-        keys, sizes = fresh_keys(2), [1, 100]
-        values = [content(key, size) for key, size in zip(keys, sizes, strict=True)]
-        store.put(keys, filled_slots(values, slot_bytes=SIZE))
-        assert_values(get(store, keys, sizes), values)
-        with pytest.raises(WrongLength):
-            store.get(keys, empty_slots([SIZE, SIZE]))
+    def test_the_ith_value_goes_with_the_ith_slot_and_no_byte_beside_it(self, store: Store) -> None:
+        keys = tuple(fresh_keys(4))  # any sequence will do
+        values = [content(key, size) for key, size in zip(keys, (SIZE, 100, 1, 7), strict=True)]
+        assert store.put(keys, filled_slots(values, slot_bytes=SIZE, numbers=(6, 0, 3, 1))) == 4
+        assert store.match(keys) == 4
+        right = filled_slots(values, slot_bytes=SIZE, numbers=range(7, -1, -2))
+        found = empty_slots(right.sizes, slot_bytes=SIZE, numbers=right.numbers)
+        assert store.get(keys, found) == 4
+        assert_values([bytes(found.view)], [bytes(right.view)])
+        store.remove(keys)
 
     def test_keys_that_differ_only_at_their_end_are_different(self, store: Store) -> None:
-        stem = ("pds1:" + secrets.token_hex(16) + ":0:0:").ljust(MAX_KEY_CHARS - 1, "f")
-        keys = [BlockKey(stem + last) for last in "0123456789abcdef"] + [BlockKey(stem)]
-        values = [content(key, 64) for key in keys]
-        put(store, keys, values)
-        assert_values(get(store, keys, [64] * len(keys)), values)
-
-    def test_a_tail_is_not_its_block(self, store: Store) -> None:
         [block] = fresh_keys(1)
-        tails = [f"{block}:partial:{n}" for n in (1, 10, 11, 63)]
-        keys = [BlockKey(key) for key in (block, *tails)]
-        values = [content(key, 64) for key in keys]
-        put(store, keys[:2], values[:2])
-        assert store.match(keys[2:]) == 0
-        put(store, keys[2:], values[2:])
-        assert_values(get(store, keys, [64] * 5), values)
+        longest = block.ljust(MAX_KEY_CHARS - 1, "f")
+        handoff = f"pds1:{secrets.token_hex(16)}:handoff:{secrets.token_hex(16)}:0"
+        names = [
+            *(block, *(f"{block}:partial:{n}" for n in (1, 10, 11, 63))),
+            *(longest, *(longest + digit for digit in "0123456789abcdef")),
+            *(f"{handoff}:{state}" for state in ("started", "done", "failed")),
+        ]
+        keys = [BlockKey(name) for name in names]
+        for key in keys:
+            assert store.match([key]) == 0
+            put(store, [key], [content(key, 64)])
+        assert store.match(keys) == len(keys)
+        assert_stored(store, keys, contents(keys, 64))
 
     @pytest.mark.parametrize("asked", [1, SIZE - 1, SIZE + 1, 2 * SIZE, 300_000])
-    def test_a_value_of_another_length_raises_wrong_length(self, store: Store, asked: int) -> None:
-        keys, _ = stored(store, 1, SIZE)
-        with pytest.raises(WrongLength):
-            store.get(keys, empty_slots([asked]))
+    def test_wrong_length_counts_the_values_before_it(self, store: Store, asked: int) -> None:
+        keys, values = put_new(store, 4, SIZE)
+        for where in range(4):
+            slots = empty_slots([asked if i == where else SIZE for i in range(4)])
+            with pytest.raises(WrongLength) as caught:
+                store.get(keys, slots)
+            assert caught.value.num_done == where
+            assert_values([bytes(slots.value(i)) for i in range(where)], values[:where])
 
     @pytest.mark.parametrize("length", [0, 1, SIZE - 1, SIZE + 1])
     def test_a_planted_value_of_another_length_raises_wrong_length(
         self, store: Store, length: int
     ) -> None:
-        keys = fresh_keys(1)
-        self.write_raw(store, keys[0], b"x" * length)
+        right, wrong = fresh_keys(2)
+        value = content(right, SIZE)
+        self.write_raw(store, right, value)
+        self.write_raw(store, wrong, b"x" * length)
+        assert_stored(store, [right], [value])
         with pytest.raises(WrongLength):
-            store.get(keys, empty_slots([SIZE]))
-
-    @pytest.mark.parametrize("where", range(4))
-    def test_wrong_length_counts_the_values_before_it(self, store: Store, where: int) -> None:
-        keys, values = stored(store, 4, SIZE)
-        slots = empty_slots([SIZE + (i == where) for i in range(4)])
-        with pytest.raises(WrongLength) as caught:
-            store.get(keys, slots)
-        assert caught.value.num_done == where
-        assert_values([bytes(slots.value(i)) for i in range(where)], values[:where])
+            store.get([wrong], empty_slots([SIZE]))
 
     def test_a_gap_ends_a_get_before_a_value_of_another_length(self, store: Store) -> None:
-        keys = fresh_keys(3)
-        first, last = (content(key, SIZE) for key in keys[::2])
-        put(store, keys[::2], [first, last[:-1]])
-        assert_values(get(store, keys, [SIZE] * 3), [first])
-
-    def test_remove_heals_a_wrong_length(self, store: Store) -> None:
-        keys = fresh_keys(3)
-        values = [content(key, SIZE) for key in keys]
-        put(store, keys, [values[0], values[1][:-1], values[2]])
-        with pytest.raises(WrongLength):
-            get(store, keys, [SIZE] * 3)
+        keys, (first, _, _) = put_new(store, 3, SIZE)
         store.remove(keys[1:2])
-        assert_values(get(store, keys, [SIZE] * 3), values[:1])
-        put(store, keys, values)
-        assert_values(get(store, keys, [SIZE] * 3), values)
+        assert_values(get(store, keys, [SIZE, SIZE, SIZE + 1]), [first])
 
-    def test_remove_forgets_leased_values_and_no_others(self, store: Store) -> None:
-        keys, _ = stored(store, 3, SIZE)
+    def test_remove_forgets_a_leased_value_and_no_other(self, store: Store) -> None:
+        keys, values = put_new(store, 3, SIZE)
         tail = BlockKey(f"{keys[1]}:partial:3")
-        put(store, [tail], [b"x"])
+        put(store, [tail], [content(tail, SIZE)])
         assert store.match(keys) == 3
-        store.remove(keys[:2])
-        assert [store.match([key]) for key in (*keys, tail)] == [0, 0, 1, 1]
-        assert_values(get(store, keys, [SIZE] * 3), [])
+        store.remove(keys[1:2])
+        assert store.match(keys[1:2]) == 0
+        assert_stored(store, [keys[0], keys[2], tail], [*values[::2], content(tail, SIZE)])
 
     def test_remove_of_missing_keys_is_fine(self, store: Store) -> None:
         keys = fresh_keys(3)
@@ -188,66 +160,58 @@ class CallTests:
         assert store.match(keys[1:2]) == 0
 
     def test_a_removed_key_takes_new_bytes(self, store: Store) -> None:
-        keys, _ = stored(store, 1, SIZE)
+        """Also of another length: so a value that was too short is healed."""
+        keys, _ = put_new(store, 3, SIZE - 1)
         store.remove(keys)
-        new = content(keys[0], SIZE, version=1)
-        assert put(store, keys, [new]) == 1
-        assert_values(get(store, keys, [SIZE]), [new])
+        assert [store.match([key]) for key in keys] == [0, 0, 0]
+        assert_values(get(store, keys, [SIZE] * 3), [])
+        values = contents(keys, SIZE, version=1)
+        assert put(store, keys, values) == 3
+        assert_stored(store, keys, values)
+
+    def test_missing_keys_are_a_miss(self, store: Store) -> None:
+        keys = fresh_keys(5)
+        assert store.match(keys) == 0
+        assert_values(get(store, keys, [SMALL] * 5), [])
 
     @pytest.mark.parametrize("gap", range(6))
-    def test_a_call_stops_at_the_first_gap(self, store: Store, gap: int) -> None:
+    def test_the_first_gap_ends_an_answer_and_hides_no_other_value(
+        self, store: Store, gap: int
+    ) -> None:
         keys = fresh_keys(6)
-        values = [content(key, SMALL) for key in keys]
-        put(store, keys[:gap] + keys[gap + 1 :], values[:gap] + values[gap + 1 :])
+        values, behind = contents(keys, SMALL), slice(gap + 1, None)
+        put(store, keys[:gap] + keys[behind], values[:gap] + values[behind])
         assert store.match(keys) == gap
         assert_values(get(store, keys, [SMALL] * 6), values[:gap])
-
-    def test_values_behind_a_gap_are_there(self, store: Store) -> None:
-        keys = fresh_keys(6)
-        values = [content(key, SMALL) for key in keys]
-        put(store, keys[3:], values[3:])
-        assert store.match(keys[3:]) == 3
-        assert_values(get(store, keys[3:], [SMALL] * 3), values[3:])
-        put(store, keys[:3], values[:3])
-        assert_values(get(store, keys, [SMALL] * 6), values)
-
-    def test_match_of_many_keys_stops_at_the_first_gap(self, store: Store) -> None:
-        keys = fresh_keys(700)
-        put(store, keys, [b"x"] * 700)
-        assert store.match(keys) == 700
-        for gap in (1, 31, 32, 33, 63, 64, 128, 159, 160, 161, 511, 671, 672, 699):
-            store.remove([keys[gap]])
-            assert store.match(keys) == gap
-            put(store, [keys[gap]], [b"x"])
+        assert_stored(store, keys[behind], values[behind])
+        put(store, [keys[gap]], [values[gap]])
+        assert_stored(store, keys, values)
 
     def test_a_batch_may_have_2000_keys(self, store: Store) -> None:
-        keys, values = stored(store, 2000, SMALL)
+        keys, values = put_new(store, 2000, SMALL)
         assert store.match(keys) == 2000
-        assert_values(get(store, keys, [SMALL] * 2000), values)
+        assert_stored(store, keys, values)
+        for gap in (1, 31, 32, 33, 63, 64, 128, 159, 160, 161, 511, 671, 672, 699, 1999):
+            store.remove([keys[gap]])
+            assert store.match(keys) == gap
+            put(store, [keys[gap]], [values[gap]])
 
     def test_an_empty_batch_is_zero(self, store: Store) -> None:
         nothing = empty_slots([])
         assert (store.match([]), store.get([], nothing), store.put([], nothing)) == (0, 0, 0)
         store.remove([])
 
-    def test_batches_may_be_any_sequences(self, store: Store) -> None:
-        keys = tuple(fresh_keys(3))
-        slots = Slots(memoryview(bytearray(3 * SMALL)), SMALL, range(2, -1, -1), (SMALL,) * 3)
-        assert store.put(keys, slots) == 3
-        assert store.match(keys) == 3
-        assert store.get(keys, replace(slots, numbers=(0, 1, 2))) == 3
-        store.remove(keys)
-
     @every_verb
     def test_a_key_given_twice_is_refused(self, store: Store, verb: Verb) -> None:
-        keys = fresh_keys(3)
-        put(store, keys, [b"x" * SMALL] * 3)
+        keys, _ = put_new(store, 3, SMALL)
         with pytest.raises(ValueError, match="distinct"):
             verb(store, [*keys, keys[1]])
 
     @every_verb
     @pytest.mark.parametrize(
-        "bad", ["", "a/b", "/a", "a/", ".", "..", ".a", "a\nb", "a\0b", "\u00fc", "k" * 201]
+        "bad",
+        ["", "a/b", "/a", "a/", ".", "..", ".a", "a\nb", "a\0b", "\u00fc", "k" * 201],
+        ids=lambda bad: repr(bad[:9]),
     )
     def test_what_is_no_key_is_refused(self, store: Store, verb: Verb, bad: str) -> None:
         keys = fresh_keys(2)
@@ -267,38 +231,27 @@ class CallTests:
         ],
         ids=str,
     )
-    def test_slots_that_do_not_fit_are_refused(
-        self, store: Store, change: dict[str, list[int]]
-    ) -> None:
+    def test_slots_that_do_not_fit_are_refused(self, store: Store, change: dict[str, Any]) -> None:
         keys = fresh_keys(2)
-        good = filled_slots([b"x" * SMALL] * 2)
-        bad = Slots(
-            good.view, SMALL, change.get("numbers", [0, 1]), change.get("sizes", [SMALL, SMALL])
-        )
-        with pytest.raises(ValueError, match=r"slot|not as many"):
-            store.put(keys, bad)
+        bad = replace(filled_slots([b"x" * SMALL] * 2), **change)
+        for call in (store.put, store.get):
+            with pytest.raises(ValueError, match=r"slot|not as many"):
+                call(keys, bad)
         assert store.match(keys) == 0
-        with pytest.raises(ValueError, match=r"slot|not as many"):
-            store.get(keys, bad)
 
-    def test_allocated_memory_is_zeroed_writable_and_aligned(self, store: Store) -> None:
-        size = 3 * mmap.PAGESIZE
-        view = store.allocate(size)
+    def test_allocated_memory_is_zeroed_and_aligned_and_takes_values(self, store: Store) -> None:
+        view = store.allocate(3 * mmap.PAGESIZE)
         assert (view.format, view.ndim, view.readonly) == ("B", 1, False)
-        assert len(view) >= size
+        assert len(view) >= 3 * mmap.PAGESIZE
         assert bytes(view) == bytes(len(view))
-        assert _address(view) % mmap.PAGESIZE == 0
-
-    def test_allocated_memory_takes_and_gives_values(self, store: Store) -> None:
-        keys = fresh_keys(2)
-        slots = Slots(store.allocate(8192), 4096, [1, 0], [4096, 100])
-        values = [content(key, size) for key, size in zip(keys, slots.sizes, strict=True)]
-        for i, value in enumerate(values):
-            slots.value(i)[:] = value
-        assert store.put(keys, slots) == 2
-        slots.view[:] = bytes(len(slots.view))
+        assert address_of(view) % mmap.PAGESIZE == 0
+        keys, values = put_new(store, 2, SIZE)
+        slots = Slots(view, SIZE, [1, 0], [SIZE, SIZE])
         assert store.get(keys, slots) == 2
         assert_values([bytes(slots.value(i)) for i in range(2)], values)
+        store.remove(keys)
+        assert store.put(keys, slots) == 2
+        assert_stored(store, keys, values)
 
     def test_a_store_says_where_it_is_and_what_it_promises(self, store: Store) -> None:
         assert "://" in store.label
@@ -306,7 +259,144 @@ class CallTests:
         assert 0 <= store.lease_s < 1e9
 
 
-def _address(view: memoryview) -> int:
-    import torch
+class ClearTests:
+    """A namespace is blocks of any group and shard, tails and markers."""
 
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    deadline_s: ClassVar[float] = 30.0
+    clears_under_readers: ClassVar[bool] = False
+
+    @pytest.fixture
+    def namespace(self) -> str:
+        return secrets.token_hex(16)
+
+    @pytest.fixture
+    def pool_id(self, store: Store) -> Iterator[None]:
+        """The pool has an id; it is not ours to remove if it had one already."""
+        had_one = store.match([POOL_ID_KEY]) == 1
+        put(store, [POOL_ID_KEY], [content(POOL_ID_KEY, 64)])
+        yield
+        if not had_one:
+            store.remove([POOL_ID_KEY])
+
+    def test_clear_forgets_blocks_tails_and_markers_leased_or_not(
+        self, store: Store, peer: Store, namespace: str
+    ) -> None:
+        keys = _one_of_each(namespace)
+        _put(store, keys[::2])
+        _put(peer, keys[1::2])
+        assert store.match(keys[2:]) == peer.match(keys[2:]) == len(keys) - 2
+        store.clear(namespace)
+        for key in keys:
+            assert peer.match([key]) == store.match([key]) == 0
+            assert_values(get(store, [key], [SMALL]), [])
+
+    def test_clear_forgets_3000_values(self, store: Store, namespace: str) -> None:
+        keys = [BlockKey(f"pds1:{namespace}:0:0:{i:032x}") for i in range(3000)]
+        put(store, keys, [b"x"] * len(keys))
+        assert store.match(keys) == len(keys)
+        store.clear(namespace)
+        assert _stored(store, keys) == []
+
+    @pytest.mark.usefixtures("pool_id")
+    def test_clear_leaves_all_other_keys(self, store: Store, namespace: str) -> None:
+        other = secrets.token_hex(16)
+        kept = [key for near in (*_neighbours(namespace), other) for key in _one_of_each(near)]
+        kept += [  # keys that name the namespace elsewhere
+            BlockKey(f"pds1:{other}:0:0:{namespace}"),
+            BlockKey(f"pds1:{other}:0:0:{namespace}:partial:3"),
+            BlockKey(f"pds1:{other}:handoff:{namespace}:0:done"),
+        ]
+        _put(store, [*kept, *_one_of_each(namespace)])
+        store.clear(namespace)
+        assert _stored(store, [*kept, POOL_ID_KEY]) == [*kept, POOL_ID_KEY]
+        assert_stored(store, kept, contents(kept, SMALL))
+
+    def test_a_namespace_may_be_empty_and_its_keys_take_new_bytes(
+        self, store: Store, namespace: str
+    ) -> None:
+        store.clear(namespace)
+        keys = _one_of_each(namespace)
+        _put(store, keys)
+        store.clear(namespace)
+        store.clear(namespace)
+        assert _stored(store, keys) == []
+        new = contents(keys, SMALL, version=1)
+        assert put(store, keys, new) == len(keys)
+        assert_stored(store, keys, new)
+
+    @pytest.mark.parametrize(
+        "bad",
+        ["", "{31}", "{31}0\n", "{31}A", "{31}*", "{31}00", "pds1:{31}0:", "." * 32, ".*", "pool"],
+        ids=repr,
+    )
+    def test_what_is_no_namespace_is_refused(self, store: Store, namespace: str, bad: str) -> None:
+        """`{31}` stands for the first 31 digits of a namespace that has values."""
+        keys = _one_of_each(namespace)
+        _put(store, keys)
+        with pytest.raises(ValueError, match="a namespace is 32"):
+            store.clear(bad.replace("{31}", namespace[:31]))
+        assert _stored(store, keys) == keys
+
+    def test_clear_beside_writers_and_readers_harms_nobody(
+        self, store: Store, peer: Store, namespace: str
+    ) -> None:
+        keys, kept = _one_of_each(namespace), _one_of_each(secrets.token_hex(16))
+        values, done = contents(keys, SMALL), threading.Event()
+        _put(store, [*keys, *kept])
+
+        def write() -> None:
+            while not done.is_set():
+                with contextlib.suppress(StoreFull):  # a put looks afterwards, and all was gone
+                    put(peer, keys, values)
+
+        def read() -> None:
+            while not done.is_set():
+                found = get(store, keys, [SMALL] * len(keys))
+                if not self.clears_under_readers:
+                    assert_values(found, values[: len(found)])
+                assert peer.match(kept) == len(kept)
+
+        def clear() -> None:
+            try:
+                for _ in range(20):
+                    store.clear(namespace)
+            finally:
+                done.set()
+
+        run_together(write, read, clear, clear, deadline_s=self.deadline_s)
+        store.clear(namespace)
+        assert _stored(store, keys) == []
+        assert store.match(kept) == len(kept)
+
+
+def _one_of_each(namespace: str) -> list[BlockKey]:
+    """A key of each kind that a namespace has, and of several groups and shards."""
+    stem, name = f"pds1:{namespace}", secrets.token_hex(16)
+    return [
+        BlockKey(key)
+        for key in (
+            *(f"{stem}:{group}:{shard}:{name}" for group, shard in ((0, 0), (0, 7), (12, 3))),
+            f"{stem}:0:0:{name}:partial:1",
+            f"{stem}:12:3:{name}:partial:63",
+            f"{stem}:handoff:{name}:0:done",
+            f"{stem}:handoff:{name}:7:done",
+            f"{stem}:handoff:{name}:0:failed",
+        )
+    ]
+
+
+def _neighbours(namespace: str) -> list[str]:
+    """Namespaces that differ in one digit: the first, the second, one in the middle, the last."""
+    return [
+        namespace[:at] + f"{int(namespace[at], 16) ^ 1:x}" + namespace[at + 1 :]
+        for at in (0, 1, 16, 30, 31)
+    ]
+
+
+def _put(store: Store, keys: list[BlockKey]) -> None:
+    assert put(store, keys, contents(keys, SMALL)) == len(keys)
+
+
+def _stored(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
+    """Returns the keys that are stored, asked one by one: a match stops at the first gap."""
+    return [key for key in keys if store.match([key])]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
-import warnings
 from functools import partial
 from typing import ClassVar
 
@@ -14,16 +14,19 @@ import pytest
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
-from pdstore.testing.suite.calls import Verb, every_verb
+from pdstore.testing.suite.calls import VERBS
 from pdstore.testing.values import (
+    assert_stored,
     assert_values,
     content,
+    contents,
+    exit_code_of,
     fresh_keys,
     get,
     put,
+    put_new,
     run_together,
     start_background,
-    stored,
 )
 
 SIZE = 64 << 10
@@ -40,7 +43,7 @@ class ConcurrencyTests:
 
     def test_a_value_appears_whole_or_not_at_all(self, store: Store, peer: Store) -> None:
         keys = fresh_keys(30)
-        values = [content(key, 4 * SIZE) for key in keys]
+        values = contents(keys, 4 * SIZE)
 
         def write() -> None:
             for key, value in zip(keys, values, strict=True):
@@ -55,7 +58,7 @@ class ConcurrencyTests:
 
     def test_what_match_found_can_be_read(self, store: Store, peer: Store) -> None:
         keys = fresh_keys(30)
-        values = [content(key, SIZE) for key in keys]
+        values = contents(keys, SIZE)
 
         def write() -> None:
             for start in range(0, 30, 5):
@@ -71,28 +74,39 @@ class ConcurrencyTests:
         run_together(write, read, deadline_s=self.deadline_s)
 
     def test_two_writers_of_one_key_are_not_mixed(self, store: Store, peer: Store) -> None:
-        for [key] in (fresh_keys(1) for _ in range(20)):
-            versions = [content(key, SIZE, version) for version in (0, 1)]
-            seen = self._race(key, (store, versions[0]), (peer, versions[1]))
-            seen += get(store, [key], [SIZE]) + get(peer, [key], [SIZE])
-            assert len(seen) == 3
-            assert_values(seen, [versions[seen[0] == versions[1]]] * 3)
+        keys = fresh_keys(20)
+        versions = contents(keys, SIZE), contents(keys, SIZE, version=1)
+        start, seen = threading.Barrier(3), list[bytes]()
+
+        def write(to: Store, values: list[bytes]) -> None:
+            for key, value in zip(keys, values, strict=True):
+                start.wait(self.deadline_s)
+                assert put(to, [key], [value]) == 1
+
+        def read() -> None:
+            for key in keys:
+                start.wait(self.deadline_s)
+                seen.append(_wait_for(store, key, SIZE, self.deadline_s))
+
+        writers = [partial(write, *pair) for pair in zip((store, peer), versions, strict=True)]
+        run_together(*writers, read, deadline_s=self.deadline_s)
+        for key, first, *either in zip(keys, seen, *versions, strict=True):
+            assert first in either
+            assert_stored(store, [key], [first])
+            assert_stored(peer, [key], [first])
 
     def test_many_threads_get_what_they_ask_for(self, store: Store) -> None:
-        shared, contents = stored(store, 16, SIZE)
+        shared, shared_values = put_new(store, 16, SIZE)
 
         def call(first: int) -> None:
-            for round_ in range(6):
-                own, values = stored(store, 4, SIZE)
-                part = slice((first + round_) % 12, (first + round_) % 12 + 4)
-                assert_values(get(store, shared[part], [SIZE] * 4), contents[part])
+            for start in range(first, first + 6):
+                own, values = put_new(store, 4, SIZE)
+                part = slice(start, start + 4)
+                assert_stored(store, shared[part], shared_values[part])
                 assert store.match(own) == 4
-                assert_values(get(store, own, [SIZE] * 4), values)
+                assert_stored(store, own, values)
 
-        run_together(
-            *[partial(call, first) for first in range(8)],
-            deadline_s=self.deadline_s,
-        )
+        run_together(*[partial(call, n) for n in range(7)], deadline_s=self.deadline_s)
 
     def test_a_value_removed_beside_a_reader_is_whole_or_a_miss(
         self, store: Store, peer: Store
@@ -116,23 +130,25 @@ class ConcurrencyTests:
         run_together(put_and_remove, read, deadline_s=self.deadline_s)
         assert store.match([key]) == 0
 
-    @every_verb
-    def test_calls_after_close_raise_store_closed(self, store: Store, verb: Verb) -> None:
-        keys = fresh_keys(1)
-        put(store, keys, [b"x" * 256])
-        store.close()
-        with pytest.raises(StoreClosed):
-            verb(store, keys)
-
-    def test_a_store_that_was_never_used_closes_and_twice_is_fine(self, store: Store) -> None:
+    def test_calls_after_close_raise_store_closed(self, store: Store) -> None:
+        """A second `close` is fine."""
+        keys, _ = put_new(store, 1, 256)
         for _ in range(2):
-            run_together(store.close, deadline_s=self.deadline_s)
+            store.close()
+            for call in VERBS.values():
+                with pytest.raises(StoreClosed):
+                    call(store, keys)
+            with pytest.raises(StoreClosed):
+                store.clear(secrets.token_hex(16))
+
+    def test_a_store_that_was_never_used_closes(self, store: Store) -> None:
+        run_together(store.close, deadline_s=self.deadline_s)
 
     def test_close_under_load_ends_and_so_do_the_calls(self, store: Store) -> None:
         calling, given_up = threading.Barrier(5), threading.Event()
 
         def call_until_closed() -> None:
-            keys, values = stored(store, 8, SMALL)
+            keys, values = put_new(store, 8, SMALL)
             calling.wait(self.deadline_s)
             try:
                 while not given_up.is_set():
@@ -153,33 +169,17 @@ class ConcurrencyTests:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     def test_a_forked_child_is_refused_and_harms_nobody(self, store: Store) -> None:
-        keys, values = stored(store, 3, SMALL)
-        with warnings.catch_warnings():
-            # Python warns of a fork beside threads, which is what this test is about
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _exit_with_outcome(store)
-        assert _exit_code(child, self.deadline_s) == 0, "the child's call must raise StoreClosed"
+        keys, values = put_new(store, 3, SMALL)
+
+        def is_refused() -> bool:
+            with pytest.raises(StoreClosed):
+                store.match(keys)
+            store.close()
+            return True
+
+        assert exit_code_of(is_refused, self.deadline_s) == 0
         assert store.match(keys) == 3
-        assert_values(get(store, keys, [SMALL] * 3), values)
-
-    def _race(self, key: BlockKey, *writers: tuple[Store, bytes]) -> list[bytes]:
-        """Puts one key from several stores at once; returns what a reader saw first."""
-        start, seen = threading.Barrier(len(writers) + 1), list[bytes]()
-
-        def write(store: Store, value: bytes) -> None:
-            start.wait(self.deadline_s)
-            assert put(store, [key], [value]) == 1
-
-        def read() -> None:
-            start.wait(self.deadline_s)
-            seen.append(_wait_for(writers[0][0], key, SIZE, self.deadline_s))
-
-        run_together(
-            *[partial(write, *writer) for writer in writers], read, deadline_s=self.deadline_s
-        )
-        return seen
+        assert_stored(store, keys, values)
 
 
 def _wait_for(store: Store, key: BlockKey, size: int, deadline_s: float) -> bytes:
@@ -189,27 +189,3 @@ def _wait_for(store: Store, key: BlockKey, size: int, deadline_s: float) -> byte
         for value in get(store, [key], [size]):
             return value
     raise AssertionError(f"{key} did not appear within {deadline_s} s")
-
-
-def _exit_with_outcome(store: Store) -> None:
-    code = 1
-    try:
-        store.match(fresh_keys(1))
-        code = 2
-    except StoreClosed:
-        store.close()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _exit_code(child: int, deadline_s: float) -> int:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    raise AssertionError(f"the forked child hangs: it still runs after {deadline_s} s")

@@ -12,7 +12,16 @@ from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
 from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
-from pdstore.testing.values import assert_values, content, fresh_keys, get, put, stored
+from pdstore.testing.values import (
+    assert_stored,
+    assert_values,
+    content,
+    contents,
+    fresh_keys,
+    get,
+    put,
+    put_new,
+)
 
 SIZE = 64 << 10
 MOST = 64  # more values than `small_store` has room for
@@ -28,7 +37,7 @@ class PressureTests:
 
     def test_a_leased_value_survives_pressure(self, small_store: Store) -> None:
         keys = fresh_keys(6)
-        values = [content(key, SIZE) for key in keys]
+        values = contents(keys, SIZE)
         if not small_store.lease_s:  # nothing is promised: a value may go, and not change
             put(small_store, keys, values)
             _fill(small_store, 4 * MOST)
@@ -46,36 +55,22 @@ class PressureTests:
                 return
         pytest.fail("too slow to tell")
 
-    def test_a_put_under_pressure_is_stored_or_store_full(self, small_store: Store) -> None:
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_store_full_counts_what_was_stored(self, small_store: Store, count: int) -> None:
         stored = []
-        for [key] in (fresh_keys(1) for _ in range(4 * MOST)):
-            done, is_full = _put_what_fits(small_store, [key])
-            assert done == (0 if is_full else 1)
-            if small_store.lease_s:
-                assert small_store.match([key]) == done, "nobody evicts what was put just now"
-            stored += [key] * done
-        assert len(stored) >= 16
-        found = [key for key in stored if small_store.match([key])]
-        assert 12 <= len(found) < 2 * MOST
-        for key in found:
-            read = get(small_store, [key], [SIZE])
-            assert_values(read, [content(key, SIZE)] * len(read))
-
-    def test_store_full_counts_what_was_stored(self, small_store: Store) -> None:
-        for keys in (fresh_keys(8) for _ in range(MOST // 4)):
+        for keys in (fresh_keys(count) for _ in range(4 * MOST // count)):
             done, is_full = _put_what_fits(small_store, keys)
-            found = small_store.match(keys)
-            values = get(small_store, keys, [SIZE] * 8)
-            assert_values(values, [content(key, SIZE) for key in keys[: len(values)]])
+            assert is_full == (done < count)
+            found, values = small_store.match(keys), get(small_store, keys, [SIZE] * count)
+            assert_values(values, contents(keys, SIZE)[: len(values)])
             if small_store.lease_s:
-                assert found == len(values) == done
-            if is_full:
-                assert done < 8
-                return
-        assert not small_store.lease_s, "all is leased, and more than there is room for was taken"
+                assert found == len(values) == done, "nobody evicts what was put just now"
+            stored += keys[:done]
+        assert len(stored) >= 16
+        assert 12 <= sum(small_store.match([key]) for key in stored) < 2 * MOST
 
     def test_a_full_store_still_serves(self, small_store: Store) -> None:
-        keys, values = stored(small_store, 2, SIZE)
+        keys, values = put_new(small_store, 2, SIZE)
         small_store.match(keys)
         _fill(small_store, MOST)
         assert small_store.match(fresh_keys(1)) == 0
@@ -96,7 +91,7 @@ class PressureTests:
         put(small_store, [POOL_ID_KEY], [value])
         _fill(small_store, 4 * MOST)
         assert small_store.match([POOL_ID_KEY]) == 1
-        assert_values(get(small_store, [POOL_ID_KEY], [64]), [value])
+        assert_stored(small_store, [POOL_ID_KEY], [value])
         small_store.remove([POOL_ID_KEY])
 
     def test_clear_leaves_room(self, small_store: Store) -> None:
@@ -125,39 +120,37 @@ class ListTests:
     ) -> None:
         keys = fresh_keys(1500)
         put(store, keys[:700], [b"x"] * 700)
-        put(peer, keys[700:], [b"x"] * (1500 - 700))
+        put(peer, keys[700:], [b"x"] * 800)
         assert sorted(value.key for value in _listed(lists, keys)) == keys
+        store.remove(keys[:1])
+        assert sorted(value.key for value in _listed(lists, keys)) == keys[1:]
 
-    def test_a_listing_says_what_a_value_takes_and_its_age(
+    def test_a_listing_says_what_a_value_takes_and_when_it_was_used(
         self, store: Store, lists: ListsValues
     ) -> None:
-        keys, sizes = fresh_keys(3), [64, 5001, 200_000]
-        put(store, keys, [content(key, size) for key, size in zip(keys, sizes, strict=True)])
-        listed = {value.key: value for value in _listed(lists, keys)}
-        for key, size in zip(keys, sizes, strict=True):
-            assert size <= listed[key].num_bytes <= 2 * size + 4096
-            assert 0 <= (listed[key].age_s or 0.0) < 60
-        assert [lists.length_of(key) for key in (keys[1], *fresh_keys(1))] == [5001, None]
+        sizes = dict(zip(fresh_keys(3), [64, 5000, 200_000], strict=True))
+        put(store, list(sizes), [content(key, size) for key, size in sizes.items()])
+        listed = _listed(lists, list(sizes))
+        assert len(listed) == 3
+        for value in listed:
+            assert sizes[value.key] <= value.num_bytes <= 2 * sizes[value.key] + 4096
+            assert value.age_s is None or 0 <= value.age_s < 60
 
-    def test_a_listing_has_only_keys_with_the_prefix(
+    def test_a_values_exact_length_is_told(self, store: Store, lists: ListsValues) -> None:
+        present, missing = fresh_keys(2)
+        put(store, [present], [bytes(5001)])
+        assert (lists.length_of(present), lists.length_of(missing)) == (5001, None)
+
+    def test_a_listing_has_all_keys_with_the_prefix_and_no_others(
         self, store: Store, lists: ListsValues
     ) -> None:
-        ours, others = fresh_keys(3), fresh_keys(3)
+        others, stem = fresh_keys(3), f"pds1:{secrets.token_hex(16)}:"
+        ours = [BlockKey(stem + end) for end in ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done")]
         put(store, [*ours, *others], [b"x"] * 6)
-        assert {value.key for value in _listed(lists, ours)} == set(ours)
+        assert {value.key for value in lists.stored_values(stem)} == set(ours)
         assert {*ours, *others} <= {value.key for value in lists.stored_values()}
         for prefix in ("pds1:*", f"pds1:[{secrets.token_hex(1)}]", ours[0] + "?"):
             assert list(lists.stored_values(prefix)) == []
-
-    def test_a_listing_has_every_kind_and_nothing_removed(
-        self, store: Store, lists: ListsValues
-    ) -> None:
-        stem = f"pds1:{secrets.token_hex(16)}:"
-        ends = ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done", "0:0:d")
-        keys = [BlockKey(stem + end) for end in ends]
-        put(store, keys, [b"x"] * 4)
-        store.remove(keys[3:])
-        assert {value.key for value in lists.stored_values(stem)} == set(keys[:3])
 
     def test_a_listing_after_close_raises_store_closed(
         self, store: Store, lists: ListsValues
@@ -192,7 +185,7 @@ def _fill(store: Store, count: int, until: float = math.inf) -> None:
 def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
     """Puts until the store is full; returns how many it took, and whether it raised StoreFull."""
     try:
-        return put(store, keys, [content(key, SIZE) for key in keys]), False
+        return put(store, keys, contents(keys, SIZE)), False
     except StoreFull as error:
         return error.num_done, True
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from pdstore.async_runner import DeviceApi
+from pdstore.async_runner import CudaApi
 from pdstore.errors import Direction, LayoutError
 from pdstore.format.block import checksum
 from pdstore.format.keys import Part
@@ -82,8 +82,8 @@ class Swap(ABC):
 
     device: torch.device
     num_blocks: int
-    device_api: DeviceApi | None = None
-    """The calls that put a copying thread on the device; None takes `CudaApi`."""
+    device_api: CudaApi | None = None
+    """The calls that put a copying thread on the device; None takes a `CudaApi`."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if the device can wait on it; else blocks until it fires: None."""
@@ -143,7 +143,7 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
     Returns `kv_caches` unchanged for a layout without packed pages.
     Raises LayoutError for a page that is not contiguous.
     """
-    if layout.order != "page":
+    if layout.page is None:
         return list(kv_caches)
     caches_as_bytes(layout, kv_caches)
     return [

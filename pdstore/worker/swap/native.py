@@ -211,11 +211,10 @@ class NativeSwap(Swap):
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
             BlockCopyPlan(
-                part, n, plan.path, f"{plan.why} ({plan.num_pieces} x {plan.piece_bytes} B)"
+                part, n, *self._engine.explain(int(direction is Direction.LOAD), number, n)
             )
             for part, number in self._parts.items()
             for n in tokens
-            for plan in [self._engine.explain(int(direction is Direction.LOAD), number, n)]
         ]
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout, open_store
-from pdstore.adapters.vllm.messages import RankLayout, StepReport
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.engine.request import JobEnd
@@ -83,9 +83,16 @@ def step(scheduler, asked, num_tokens):
         num_scheduled_tokens={asked.request_id: num_tokens},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
     )
-    metadata = scheduler.build_metadata()
+    metadata = idle_step(scheduler)
     scheduler.add_saves(metadata, output)
     asked.num_computed_tokens += num_tokens
+    return metadata
+
+
+def idle_step(scheduler):
+    """The metadata of a step that computes nothing."""
+    metadata = PDStoreConnectorMetadata()
+    scheduler.add_loads(metadata)
     return metadata
 
 
@@ -113,11 +120,11 @@ def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
     assert scheduler.num_found(asked, 0) == len(PROMPT), "the first answer is waited for"
     assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
     scheduler.load(asked, [TABLE], len(PROMPT) - 2 * BLOCK)
-    [spec] = scheduler.build_metadata().loads
+    [spec] = idle_step(scheduler).loads
     plan = spec.plan
     assert (plan.first_token, plan.num_tokens, plan.follow) == (2 * BLOCK, len(PROMPT), None)
     assert list(spec.block_ids[0]) == TABLE
-    assert scheduler.build_metadata().loads == []
+    assert idle_step(scheduler).loads == []
 
 
 @pytest.mark.usefixtures("saved")
@@ -152,7 +159,7 @@ def test_d_follows_a_hand_off_from_ps_answer_on_where_a_short_load_fails_no_requ
     theirs = request(p.finish_request(asked))
     d = scheduler_of(role="decode")
     d.load(theirs, [TABLE], found(d, theirs))
-    [spec] = d.build_metadata().loads
+    [spec] = idle_step(d).loads
     assert spec.plan.follow == Handoff.of(theirs.kv_transfer_params).id
     strict = scheduler_of(role="decode", may_follow=False, handoff_wait_s=0.5)
     assert strict.num_found(theirs, 0) is None
@@ -168,7 +175,7 @@ def test_a_d_that_was_asked_with_p_is_told_of_the_start_once_and_of_an_abort(sch
     assert step(p, asked, 128).saves[0].plan.starts == ()
     assert p.finish_request(asked) is None
     assert p.is_at_work
-    assert [each.hex for each in p.build_metadata().aborted_handoffs] == [handoff.hex]
+    assert [each.hex for each in idle_step(p).aborted_handoffs] == [handoff.hex]
 
 
 def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended(scheduler_of):
@@ -191,7 +198,7 @@ def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_c
     num_found = found(d, theirs)
     assert num_found == len(PROMPT) - 1
     d.load(theirs, [TABLE], num_found)
-    [spec] = d.build_metadata().loads
+    [spec] = idle_step(d).loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
 

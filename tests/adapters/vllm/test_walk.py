@@ -144,4 +144,4 @@ def test_the_walk_of_a_loads_block_ids(open_traced):
         with tracer.tracing():
             d.idle_step()
             load(d, tracer, params)
-    tracer.walk_to("pds_arena_take").check(frames=16, files=10, copies=4, names=2)
+    tracer.walk_to("pds_arena_take").check(frames=16, files=10, copies=3, names=2)

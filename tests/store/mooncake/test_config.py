@@ -1,10 +1,9 @@
-"""Settings and their sources, the library's import, and the master's listings."""
+"""Options, the library's import, and the master's listings."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from examples.ports import free_ports
 from pdstore.errors import ConfigError, MissingExtra, StoreUnavailable
-from pdstore.settings import MooncakeSources, Settings
+from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.connect import check_url
 from pdstore.store.mooncake import library as mooncake_library
@@ -25,10 +24,8 @@ from pdstore.store.url import StoreURL
 from pdstore.testing.values import start_background
 
 
-def config(url="mooncake://m:1", *, file=None, path="m.json", **variables):
-    text = json.dumps(file) if isinstance(file, dict) else file
-    sources = MooncakeSources(variables, None if file is None else path, text)
-    return MooncakeConfig.from_url(StoreURL.of(url), sources)
+def config(url):
+    return MooncakeConfig.from_url(StoreURL.of(url))
 
 
 def test_every_option_of_the_url():
@@ -39,7 +36,6 @@ def test_every_option_of_the_url():
     found = config(f"mooncake://m:1?{others}&{urlencode(as_written)}")
     read = {"topology": "embedded", "segment": 4 << 30, "buffer": 1 << 20, "protocol": "tcp"}
     assert found.model_dump() == {"master": "m:1", **read, **as_written}
-    assert set(found.origins.values()) == {"URL"}
 
 
 @pytest.mark.parametrize(
@@ -53,78 +49,27 @@ def test_a_size_is_bytes_or_has_a_unit_of_1024(value, num_bytes):
     assert parse_size(value) == num_bytes
 
 
-OF_MOONCAKE = {
-    "local_hostname": ("MOONCAKE_LOCAL_HOSTNAME", "10.0.0.2", "hostname", "10.0.0.2"),
-    "metadata_server": ("MOONCAKE_TE_META_DATA_SERVER", "http://m/x", "metadata", "http://m/x"),
-    "global_segment_size": ("MOONCAKE_GLOBAL_SEGMENT_SIZE", "1.5gb", "segment", 3 << 29),
-    "local_buffer_size": ("MOONCAKE_LOCAL_BUFFER_SIZE", "512k", "buffer", 512 << 10),
-    "protocol": ("MOONCAKE_PROTOCOL", "RDMA", "protocol", "rdma"),
-    "device_name": ("MOONCAKE_DEVICE", "auto-discovery", "devices", ""),
-    "master_server_address": ("MOONCAKE_MASTER", "m:9", "master", "m:9"),
-    "tenant_id": ("MOONCAKE_TENANT_ID", "t", "tenant", "t"),
-}
-
-
-@pytest.mark.parametrize("key", OF_MOONCAKE)
-def test_mooncakes_own_names_are_read(key):
-    variable, text, name, value = OF_MOONCAKE[key]
-    url = "mooncake://" if name == "master" else "mooncake://m:1"
-    for found, origin in (
-        (config(url, **{variable: text}), variable),
-        (config(url, file={key: text, "mode": "embedded"}), "m.json"),
-    ):
-        assert getattr(found, name) == value
-        assert found.origins[name] == origin
-
-
-def test_the_url_wins_over_the_environment_and_that_over_the_file():
-    file = {"master_server_address": "file:1", "protocol": "file", "tenant_id": "file"}
-    found = config("mooncake://url:1", file=file, MOONCAKE_MASTER="env:1", MOONCAKE_PROTOCOL="rdma")
-    assert (found.master, found.protocol, found.tenant) == ("url:1", "rdma", "file")
-    described = found.describe()
-    for part in (
-        "master=url:1 (URL)",
-        "protocol=rdma (MOONCAKE_PROTOCOL)",
-        "tenant=file (m.json)",
-        "segment=0 (default)",
-    ):
-        assert part in described
-
-
-def test_the_masters_variable_of_fastdeploys_scripts_is_read_where_mooncakes_is_not_set():
-    of_script = {"MOONCAKE_MASTER_SERVER_ADDR": "f:3"}
-    assert config("mooncake://", **of_script).master == "f:3"
-    assert config("mooncake://", MOONCAKE_MASTER="m:2", **of_script).master == "m:2"
-
-
 @pytest.mark.parametrize(
-    ("mistake", "hint"),
+    ("url", "hint"),
     [
-        ({"url": "mooncake://m:1?segmnet=4GB"}, "did you mean 'segment'"),
-        ({"file": {"master_server_adress": "m:1"}}, "did you mean master_server_address"),
-        ({"file": {"local_bufer_size": 1}}, "did you mean local_buffer_size"),
-        ({"MOONCAKE_MASTR": "m:1"}, "did you mean MOONCAKE_MASTER"),
-        ({"url": "mooncake://m:1?zzzz=1"}, "known: .*segment"),
-        ({"url": "mooncake://m:1/path"}, "has no path"),
-        ({"url": "mooncake://"}, "set MOONCAKE_MASTER"),
-        ({"url": "mooncake://m:1?topology=both"}, "'holder' or 'embedded'"),
-        ({"url": "mooncake://m:1?topology=embedded"}, "segment=4GB"),
-        ({"url": "mooncake://m:1?segment=4GB"}, "write topology=embedded"),
-        ({"url": "mooncake://m:1?segment=much"}, r"bad segment 'much' \(URL\).* like 4GB"),
-        ({"url": "mooncake://m:1?lease=0"}, "greater than 0"),
-        ({"url": "mooncake://m:1?lease=soon"}, "valid number"),
-        ({"url": "mooncake://m:1?metrics_port=70000"}, "less than 65536"),
-        ({"url": "mooncake://m:1?connections=65"}, "less than or equal to 64"),
-        ({"url": "mooncake://m:1?protocol=rdma&connections=2"}, "needs protocol=tcp"),
-        ({"MOONCAKE_LOCAL_BUFFER_SIZE": "0x"}, r"\(MOONCAKE_LOCAL_BUFFER_SIZE\)"),
-        ({"file": "{"}, r"m\.json is not valid JSON"),
-        ({"file": "[1]"}, "is not a JSON object"),
-        ({"file": {"tenant_id": True}}, r"bad tenant True \(m\.json\)"),
+        ("mooncake://m:1?segmnet=4GB", "did you mean 'segment'"),
+        ("mooncake://m:1?zzzz=1", "known: .*segment"),
+        ("mooncake://m:1/path", "write mooncake://HOST:PORT"),
+        ("mooncake://", "write mooncake://HOST:PORT"),
+        ("mooncake://m:1?topology=both", "'holder' or 'embedded'"),
+        ("mooncake://m:1?topology=embedded", "segment=4GB"),
+        ("mooncake://m:1?segment=4GB", "write topology=embedded"),
+        ("mooncake://m:1?segment=much", "bad segment 'much'.* like 4GB"),
+        ("mooncake://m:1?lease=0", "greater than 0"),
+        ("mooncake://m:1?lease=soon", "valid number"),
+        ("mooncake://m:1?metrics_port=70000", "less than 65536"),
+        ("mooncake://m:1?connections=65", "less than or equal to 64"),
+        ("mooncake://m:1?protocol=rdma&connections=2", "needs protocol=tcp"),
     ],
 )
-def test_a_mistake_is_refused_with_the_remedy(mistake, hint):
+def test_a_mistake_is_refused_with_the_remedy(url, hint):
     with pytest.raises(ConfigError, match=hint):
-        config(**mistake)
+        config(url)
 
 
 def test_the_librarys_settings_are_made_before_it_is_imported_and_the_users_kept():

@@ -12,7 +12,7 @@ from tests.support.wrong_stores.base import WrongStore, stem_of
 
 
 class MatchesPastAGap(WrongStore):
-    caught_by = ("test_a_call_stops_at_the_first_gap",)
+    caught_by = ("test_the_first_gap_ends_an_answer_and_hides_no_other_value",)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         check_call(keys)
@@ -20,21 +20,21 @@ class MatchesPastAGap(WrongStore):
 
 
 class SaysMinusOneForAMiss(WrongStore):
-    caught_by = ("test_a_call_stops_at_the_first_gap",)
+    caught_by = ("test_the_first_gap_ends_an_answer_and_hides_no_other_value",)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         return super().get(keys, slots) or -1
 
 
 class SaysOneTooMany(WrongStore):
-    caught_by = ("test_another_user_of_the_pool_gets_what_was_put",)
+    caught_by = ("test_every_user_of_the_pool_gets_what_was_put",)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         return super().put(keys, slots) + 1
 
 
 class GetsPastAGap(WrongStore):
-    caught_by = ("test_a_call_stops_at_the_first_gap",)
+    caught_by = ("test_the_first_gap_ends_an_answer_and_hides_no_other_value",)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         check_call(keys, slots)
@@ -42,7 +42,7 @@ class GetsPastAGap(WrongStore):
 
 
 class GetsAllOrNothing(WrongStore):
-    caught_by = ("test_a_call_stops_at_the_first_gap",)
+    caught_by = ("test_the_first_gap_ends_an_answer_and_hides_no_other_value",)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         n = super().get(keys, slots)
@@ -50,17 +50,14 @@ class GetsAllOrNothing(WrongStore):
 
 
 class StopsAtItsWindow(WrongStore):
-    caught_by = (
-        "test_match_of_many_keys_stops_at_the_first_gap",
-        "test_a_batch_may_have_2000_keys",
-    )
+    caught_by = ("test_a_batch_may_have_2000_keys",)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         return min(super().match(keys), 512)
 
 
 class DropsWhatIsBehindAGap(WrongStore):
-    caught_by = ("test_put_of_stored_keys_accepts_them_all",)
+    caught_by = ("test_put_of_stored_keys_accepts_them_and_keeps_their_bytes",)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         check_call(keys, slots)
@@ -101,14 +98,17 @@ class TruncatesKeys(RenamesKeys):
 
 
 class ForgetsThatTailsHaveLengths(RenamesKeys):
-    caught_by = ("test_a_tail_is_not_its_block",)
+    caught_by = ("test_keys_that_differ_only_at_their_end_are_different",)
 
     def _name(self, key: BlockKey) -> BlockKey:
         return stem_of(key)
 
 
 class RaisesOnAMiss(WrongStore):
-    caught_by = ("test_a_call_stops_at_the_first_gap",)
+    caught_by = (
+        "test_missing_keys_are_a_miss",
+        "test_the_first_gap_ends_an_answer_and_hides_no_other_value",
+    )
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         n = super().get(keys, slots)

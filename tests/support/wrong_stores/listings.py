@@ -24,28 +24,28 @@ class ListsTwice(WrongStore):
 
 
 class ListsEverything(WrongStore):
-    caught_by = ("test_a_listing_has_only_keys_with_the_prefix",)
+    caught_by = ("test_a_listing_has_all_keys_with_the_prefix_and_no_others",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return super().stored_values()
 
 
 class ListsBlocksOnly(WrongStore):
-    caught_by = ("test_a_listing_has_every_kind_and_nothing_removed",)
+    caught_by = ("test_a_listing_has_all_keys_with_the_prefix_and_no_others",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return (value for value in super().stored_values(prefix) if value.key.count(":") == 4)
 
 
 class ListsNoSizes(WrongStore):
-    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
+    caught_by = ("test_a_listing_says_what_a_value_takes_and_when_it_was_used",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return (value._replace(num_bytes=0) for value in super().stored_values(prefix))
 
 
 class RoundsLengths(WrongStore):
-    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
+    caught_by = ("test_a_values_exact_length_is_told",)
 
     def length_of(self, key: BlockKey) -> int | None:
         length = super().length_of(key)
@@ -53,7 +53,7 @@ class RoundsLengths(WrongStore):
 
 
 class ListsTimesForAges(WrongStore):
-    caught_by = ("test_a_listing_says_what_a_value_takes_and_its_age",)
+    caught_by = ("test_a_listing_says_what_a_value_takes_and_when_it_was_used",)
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         return (value._replace(age_s=1.7e9) for value in super().stored_values(prefix))

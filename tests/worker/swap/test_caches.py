@@ -30,7 +30,7 @@ def test_tensors_that_do_not_fit_are_refused(change, word):
 
 
 def test_a_page_of_one_head_is_one_cell():
-    layout = layout_of(order="page", page="packed", block_tokens=4)
+    layout = layout_of(page="packed", block_tokens=4)
     heads_first = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches_of(layout, 4)]
     for cache, cells in zip(heads_first, pages_as_cells(layout, heads_first), strict=True):
         blocks, tokens, heads, channels = cache.shape

@@ -45,7 +45,7 @@ def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
         tokens = caches[layer][list(block_ids)].flatten(0, 1)[:num_tokens]
         for t, h in (
             itertools.product(range(num_tokens), heads)
-            if layout.order == "token"
+            if layout.page is None
             else ((t, h) for h in heads for t in range(num_tokens))
         ):
             out.append(tokens[t, h].contiguous().view(torch.uint8))
