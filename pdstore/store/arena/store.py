@@ -136,13 +136,11 @@ class ArenaStore(Store):
         return self._enter()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         return sum(self._arena.find(keys, leases=True))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         return self._arena.find(keys, leases=False)
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
@@ -150,23 +148,20 @@ class ArenaStore(Store):
         return self._arena.wait_for_change(seen or 0, 0.0 if seen is None else timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        memory = self._enter()
-        check_call(keys, slots)
+        memory = self._enter(keys, slots)
         if not keys:
             return 0
         return self._arena.get(address_of(memory), keys, _addresses(slots), slots.sizes)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        memory = self._enter()
-        check_call(keys, slots)
+        memory = self._enter(keys, slots)
         if not keys:
             return 0
         values = _kinds(keys), _addresses(slots), slots.sizes
         return self._arena.put(address_of(memory), keys, *values)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         if keys:
             self._arena.remove(keys)
 
@@ -233,9 +228,11 @@ class ArenaStore(Store):
             self._arena.close()
             self._memory = None  # unmapped when no view of it is left
 
-    def _enter(self) -> memoryview:
+    def _enter(self, keys: Sequence[BlockKey] = (), slots: Slots | None = None) -> memoryview:
+        """Checks a call, as every one begins."""
         memory = self._memory  # before the check: `close` ends the life first
         self._lifecycle.check()
+        check_call(keys, slots)
         assert memory is not None
         return memory
 
