@@ -211,9 +211,7 @@ def _options_of(url: StoreURL) -> tuple[int | None, float]:
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
     """Returns the shelf of a name. Raises ConfigError if its budget or lease is another one."""
     with _shelves_lock:
-        shelf = _shelves.get(name)
-        if shelf is None:
-            shelf = _shelves[name] = _Shelf(budget, lease_s)
+        shelf = _shelves.setdefault(name, _Shelf(budget, lease_s))
     if (shelf.budget, shelf.lease_s) != (budget, lease_s):
         raise ConfigError(
             f"{name} is open with budget={shelf.budget} and lease={shelf.lease_s:g} already"

@@ -78,7 +78,6 @@ class ArenaStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
-        _check_options(name, directory, lease_s)
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
@@ -111,7 +110,7 @@ class ArenaStore(Store):
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        _check_options(*_options_of(url)[:3])
+        _options_of(url)
         if settings.native == "off":
             raise _without_library(url)
 
@@ -264,18 +263,14 @@ def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
     url.finish("size, lease, dir, slab")
-    return url.host or "pool", directory, lease_s, size, slab_bytes
-
-
-def _check_options(name: str, directory: Path, lease_s: float) -> None:
-    """Raises ConfigError for what no arena can have."""
-    label = f"shm://{name}"
+    name = url.host or "pool"
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
-    if not lease_s <= MAX_LEASE_S:
-        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
+        raise ConfigError(f"{url.label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
+    if lease_s > MAX_LEASE_S:
+        raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     if not directory.is_dir():
-        raise ConfigError(f"{label}: {directory} is no directory: name one with ?dir=")
+        raise ConfigError(f"{url.label}: {directory} is no directory: name one with ?dir=")
+    return name, directory, lease_s, size, slab_bytes
 
 
 def _without_library(url: StoreURL) -> ConfigError:

@@ -74,7 +74,6 @@ class FileStore(Store):
     ) -> None:
         self.label = f"file://{root}"
         self.root = root
-        _check_lease(self.label, lease_s)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
@@ -279,7 +278,8 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
     budget = url.size("budget", 0) or None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     url.finish("budget, lease")
-    _check_lease(url.label, lease_s)
+    if lease_s > MAX_LEASE_S:
+        raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     return Path(url.path) if url.path else default_pool_directory(), budget, lease_s
 
 
@@ -290,11 +290,6 @@ def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
         said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
         less = ByteSize(most * 9 // 10).human_readable()
         yield said, f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
-
-
-def _check_lease(label: str, lease_s: float) -> None:
-    if not lease_s <= MAX_LEASE_S:
-        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
 
 
 def _check_sizes(slots: Slots) -> None:
