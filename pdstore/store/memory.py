@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
@@ -33,7 +33,7 @@ class _Shelf:
         self.budget = budget
         self.lease_s = lease_s
         self.clock = clock
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.values: dict[BlockKey, _Value] = {}
         self.used_bytes = 0
         self.num_evicted = 0
@@ -68,15 +68,15 @@ class _Shelf:
                 if key.startswith(prefix)
             ]
 
-    def drop(self, key: BlockKey) -> None:
+    def drop(self, keys: Iterable[BlockKey]) -> None:
         with self.lock:
-            self._drop(key)
+            for value in [self.values.pop(key, None) for key in keys]:
+                self.used_bytes -= len(value.data) if value is not None else 0
 
     def drop_all(self, prefix: str) -> None:
         """Drops every value whose key begins with `prefix`."""
         with self.lock:
-            for key in [key for key in self.values if key.startswith(prefix)]:
-                self._drop(key)
+            self.drop([key for key in self.values if key.startswith(prefix)])
 
     def _make_room(self, num_bytes: int) -> bool:
         if self.budget is None or self.used_bytes + num_bytes <= self.budget:
@@ -91,15 +91,9 @@ class _Shelf:
                 goal -= len(value.data)
         if goal > 0:
             return False
-        for key in victims:
-            self._drop(key)
+        self.drop(victims)
         self.num_evicted += len(victims)
         return True
-
-    def _drop(self, key: BlockKey) -> None:
-        value = self.values.pop(key, None)
-        if value is not None:
-            self.used_bytes -= len(value.data)
 
 
 _shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
@@ -147,10 +141,7 @@ class MemoryStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         shelf = self._enter(keys)
         now = shelf.clock()
-        for i, key in enumerate(keys):
-            if not shelf.lease(key, now):
-                return i
-        return len(keys)
+        return next((i for i, key in enumerate(keys) if not shelf.lease(key, now)), len(keys))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         shelf = self._enter(keys)
@@ -180,9 +171,7 @@ class MemoryStore(Store):
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        shelf = self._enter(keys)
-        for key in keys:
-            shelf.drop(key)
+        self._enter(keys).drop(keys)
 
     def clear(self, namespace: str) -> None:
         self._enter([]).drop_all(prefix_of(namespace))
@@ -222,9 +211,7 @@ def _options_of(url: StoreURL) -> tuple[int | None, float]:
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
     """Returns the shelf of a name. Raises ConfigError if its budget or lease is another one."""
     with _shelves_lock:
-        shelf = _shelves.get(name)
-        if shelf is None:
-            shelf = _shelves[name] = _Shelf(budget, lease_s)
+        shelf = _shelves.setdefault(name, _Shelf(budget, lease_s))
     if (shelf.budget, shelf.lease_s) != (budget, lease_s):
         raise ConfigError(
             f"{name} is open with budget={shelf.budget} and lease={shelf.lease_s:g} already"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import stat
 import threading
@@ -194,22 +193,17 @@ def read_seal_keys(path: Path) -> list[bytes]:
 
 def _text_of(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # links are how secrets are mounted
+        status = path.stat()
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+            raise ConfigError(f"{_NAME}: {path} is not a file of at most {_MOST_BYTES} bytes")
+        if mode & 0o077:
+            raise ConfigError(f"{_NAME}: other users may read {path} (mode {mode:o}): chmod 600 it")
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"{_NAME}: cannot read {path} ({error.strerror}); make a key with {_MAKE}"
         ) from error
-    try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{_NAME}: {path} is not a file")
-        if mode & 0o077:
-            raise ConfigError(
-                f"{_NAME}: other users may read {path} (mode {stat.S_IMODE(mode):o}): chmod 600 it"
-            )
-        data = os.read(fd, _MOST_BYTES + 1)
-    finally:
-        os.close(fd)
-    if len(data) > _MOST_BYTES or not data.isascii():
+    if not data.isascii():
         raise ConfigError(f"{_NAME}: {path} is no key file; make one with {_MAKE}")
     return data.decode("ascii")

@@ -85,7 +85,7 @@ def key_file(tmp_path):
         (A[1:] + "x", "not 64 hex digits"),
         (f"{A}\n{A.upper()}", "are the same one"),
         (A + "\xe9", "is no key file"),
-        (f"#{'x' * 5000}\n{A}", "is no key file"),
+        (f"#{'x' * 5000}\n{A}", "is not a file of at most 4096 bytes"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_without_quoting_it(key_file, text, said):

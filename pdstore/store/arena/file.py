@@ -7,7 +7,6 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ByteSize
@@ -21,7 +20,6 @@ SLAB_BYTES = 64 << 20
 """Registering so much at once with a GPU takes 1 ms; pieces of 16 MiB take three times as long."""
 _MIN_SLAB_BYTES = 64 << 10
 _MIN_SLABS = 16
-_UNIT_BYTES, _LARGEST_SLAB, _MOST_SLABS = 4096, 4 << 30, 1 << 17  # csrc's, arena_layout.h
 _WRITABLE = "name a directory that this user may write to (?dir=)"
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 
@@ -92,29 +90,24 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
         )
     slab = slab_bytes or _default_slab(wanted)
     num_bytes = wanted // slab * slab
-    with _opened(path.parent, os.O_PATH | os.O_DIRECTORY) as directory:
-        fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
-        try:
-            os.fchmod(fd, 0o600)  # whatever the umask
-            format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
-            # only with a dst_dir_fd does this follow the link that /proc has
-            os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
-        except ValueError as error:
-            os.close(fd)
-            raise ConfigError(f"{path}: {_why_refused(wanted, slab)}") from error
-        except OSError:
-            os.close(fd)
-            raise
-    return fd
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags)
+    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        yield fd
-    finally:
+        os.fchmod(fd, 0o600)  # whatever the umask
+        format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
+        # only with a dst_dir_fd, which counts for no absolute path, does this follow /proc's link
+        link = f"/proc/self/fd/{fd}"
+        os.link(link, path.absolute(), dst_dir_fd=fd, follow_symlinks=True)
+    except ValueError as error:
         os.close(fd)
+        raise ConfigError(
+            f"{path}: no arena has {_readable(wanted)} in slabs of {_readable(slab)}: write"
+            " a ?size= of less than 16 TiB that has 1 to 131,072 slabs, and a multiple of 4 KiB up"
+            " to 4 GiB as ?slab=, or leave ?slab= out"
+        ) from error
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _default_slab(num_bytes: int) -> int:
@@ -123,24 +116,6 @@ def _default_slab(num_bytes: int) -> int:
     while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
         slab //= 2
     return slab
-
-
-def _why_refused(size: int, slab: int) -> str:
-    """Returns what is wrong with sizes that no arena has, and what to write instead."""
-    if slab % _UNIT_BYTES or slab > _LARGEST_SLAB:
-        return f"?slab= is {slab} bytes: write a multiple of 4 KiB, at most 4 GiB, or leave it out"
-    if size < slab:
-        return (
-            f"{_readable(size)} hold no slab of {_readable(slab)}: write a larger ?size=, or a"
-            " smaller ?slab="
-        )
-    least = max(_UNIT_BYTES, 1 << (-(-size // _MOST_SLABS) - 1).bit_length())
-    if slab < least:
-        return (
-            f"{_readable(size)} are too many slabs of {_readable(slab)}: write"
-            f" ?slab={_readable(least)} or more, or leave it out"
-        )
-    return f"{_readable(size)} are too much for one arena: write a ?size= of less than 16 TiB"
 
 
 def _free_bytes(directory: Path) -> int:

@@ -78,7 +78,6 @@ class ArenaStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
-        _check_options(name, directory, lease_s)
         self.path = directory / f"pdstore-{os.geteuid()}-{name}"
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
@@ -111,7 +110,7 @@ class ArenaStore(Store):
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        _check_options(*_options_of(url)[:3])
+        _options_of(url)
         if settings.native == "off":
             raise _without_library(url)
 
@@ -136,13 +135,11 @@ class ArenaStore(Store):
         return self._enter()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         return sum(self._arena.find(keys, leases=True))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         return self._arena.find(keys, leases=False)
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
@@ -150,23 +147,20 @@ class ArenaStore(Store):
         return self._arena.wait_for_change(seen or 0, 0.0 if seen is None else timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        memory = self._enter()
-        check_call(keys, slots)
+        memory = self._enter(keys, slots)
         if not keys:
             return 0
         return self._arena.get(address_of(memory), keys, _addresses(slots), slots.sizes)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        memory = self._enter()
-        check_call(keys, slots)
+        memory = self._enter(keys, slots)
         if not keys:
             return 0
         values = _kinds(keys), _addresses(slots), slots.sizes
         return self._arena.put(address_of(memory), keys, *values)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._enter()
-        check_call(keys)
+        self._enter(keys)
         if keys:
             self._arena.remove(keys)
 
@@ -233,9 +227,11 @@ class ArenaStore(Store):
             self._arena.close()
             self._memory = None  # unmapped when no view of it is left
 
-    def _enter(self) -> memoryview:
+    def _enter(self, keys: Sequence[BlockKey] = (), slots: Slots | None = None) -> memoryview:
+        """Checks a call, as every one begins."""
         memory = self._memory  # before the check: `close` ends the life first
         self._lifecycle.check()
+        check_call(keys, slots)
         assert memory is not None
         return memory
 
@@ -267,18 +263,14 @@ def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
     url.finish("size, lease, dir, slab")
-    return url.host or "pool", directory, lease_s, size, slab_bytes
-
-
-def _check_options(name: str, directory: Path, lease_s: float) -> None:
-    """Raises ConfigError for what no arena can have."""
-    label = f"shm://{name}"
+    name = url.host or "pool"
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
-    if not lease_s <= MAX_LEASE_S:
-        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
+        raise ConfigError(f"{url.label}: a name has 1 to 64 of a-z, 0-9, '.', '_' and '-'")
+    if lease_s > MAX_LEASE_S:
+        raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     if not directory.is_dir():
-        raise ConfigError(f"{label}: {directory} is no directory: name one with ?dir=")
+        raise ConfigError(f"{url.label}: {directory} is no directory: name one with ?dir=")
+    return name, directory, lease_s, size, slab_bytes
 
 
 def _without_library(url: StoreURL) -> ConfigError:

@@ -122,9 +122,6 @@ class Bell:
 
     def _ring(self, name: str) -> None:
         path = self._folder / name
-        if name.startswith("."):  # soon a listener's, or one was killed as it began
-            self._remove_abandoned(path)
-            return
         try:
             pipe = os.open(path, os.O_WRONLY | _OPEN)
         except OSError as error:
@@ -142,11 +139,9 @@ class Bell:
     def _remove_abandoned(self, path: Path) -> None:
         """Removes a pipe without a reader in this kernel, unless another one's may listen at it."""
         with contextlib.suppress(OSError):  # another ring was faster
-            found = path.lstat()
+            is_old = time.time() - path.lstat().st_mtime > self._abandoned_s
             # this kernel's have a reader before they have their name
-            is_ended = path.name.startswith(f"{self._boot}-")
-            is_old = time.time() - found.st_mtime > self._abandoned_s
-            if stat.S_ISFIFO(found.st_mode) and (is_ended or is_old):
+            if is_old or path.name.startswith(f"{self._boot}-"):
                 path.unlink()
 
 

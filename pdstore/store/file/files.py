@@ -99,13 +99,13 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 
     temporary: a name on the same file system, for the file that is not whole yet.
     """
-    was_stored = False
-    for n, path in enumerate(paths):
-        was_stored = was_stored and os.access(path, os.F_OK)
-        try:
-            was_stored = was_stored or not _write(temporary, path, slots.value(n))
-        except OSError as error:
-            return Ended(n, error.errno or 0)
+    n = 0
+    try:
+        for n, path in enumerate(paths):
+            if not os.access(path, os.F_OK):
+                _write(temporary, path, slots.value(n))
+    except OSError as error:
+        return Ended(n, error.errno or 0)
     return Ended(len(paths), 0)
 
 
@@ -144,8 +144,8 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
         os.close(fd)
 
 
-def _write(temporary: str, path: str, piece: memoryview) -> bool:
-    """Writes a file whole. Returns False if there is one already."""
+def _write(temporary: str, path: str, piece: memoryview) -> None:
+    """Writes a file whole, unless there is one meanwhile."""
     fd = os.open(temporary, _CREATE, 0o600)
     try:
         try:
@@ -154,12 +154,10 @@ def _write(temporary: str, path: str, piece: memoryview) -> bool:
                 done += os.write(fd, piece[done:])
         finally:
             os.close(fd)
-        _link(temporary, path)
-    except FileExistsError:
-        return False
+        with contextlib.suppress(FileExistsError):
+            _link(temporary, path)
     finally:
         os.unlink(temporary)
-    return True
 
 
 def _link(temporary: str, path: str) -> None:

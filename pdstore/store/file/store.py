@@ -74,7 +74,6 @@ class FileStore(Store):
     ) -> None:
         self.label = f"file://{root}"
         self.root = root
-        _check_lease(self.label, lease_s)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
@@ -110,16 +109,12 @@ class FileStore(Store):
         return self._lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._lifecycle.check()
-        check_call(keys)
-        paths = self._paths(keys)
+        paths = self._enter(keys)
         library = self._built() if len(keys) > 1 else None
         return self._count(keys, renew_leases(paths, self._lease_s, library))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._lifecycle.check()
-        check_call(keys)
-        paths = self._paths(keys)
+        paths = self._enter(keys)
         library = self._built() if len(keys) >= _MANY else None
         if library is not None:
             return library.find_files(paths)
@@ -132,46 +127,39 @@ class FileStore(Store):
             return self._bell.wait_for_ring(seen, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
-        paths = self._paths(keys)
+        paths = self._enter(keys, slots)
         return self._count(keys, read_values(paths, slots))
 
     def get_right(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
     ) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
+        paths = self._enter(keys, slots)
         _check_sizes(slots)
-        paths = self._paths(keys)
         return len(keys) if engine.read_values(paths, *_packed(slots), starts) else 0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
+        paths = self._enter(keys, slots)
 
-        def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
-            return write_values(temporary, paths, slots.part(part.start, part.stop))
+        def write(temporary: str, of_part: Sequence[str], part: range) -> Ended:
+            return write_values(temporary, of_part, slots.part(part.start, part.stop))
 
-        return self._put(keys, self._paths(keys), slots.sizes, write)
+        return self._put(keys, paths, slots.sizes, write)
 
     def put_sealed(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
     ) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
+        paths = self._enter(keys, slots)
         _check_sizes(slots)
 
-        def write(temporary: str, paths: Sequence[str], part: range) -> Ended:
+        def write(temporary: str, of_part: Sequence[str], part: range) -> Ended:
             of = slots.part(part.start, part.stop)
             begin, end = part.start * START_BYTES, part.stop * START_BYTES
-            return Ended(*engine.write_values(temporary, paths, *_packed(of), starts[begin:end]))
+            return Ended(*engine.write_values(temporary, of_part, *_packed(of), starts[begin:end]))
 
-        return self._put(keys, self._paths(keys), slots.sizes, write)
+        return self._put(keys, paths, slots.sizes, write)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._lifecycle.check()
-        check_call(keys)
+        self._enter(keys)
         for n, key in enumerate(keys):
             with named_error(self.label, key, n):
                 self._directory.delete(key)
@@ -194,11 +182,10 @@ class FileStore(Store):
                     yield StoredValue(BlockKey(file.name), file.size, age_s)
 
     def length_of(self, key: BlockKey) -> int | None:
-        self._lifecycle.check()
-        check_call([key])
+        [path] = self._enter([key])
         with named_error(self.label, key):
             try:
-                return os.stat(self._directory.path(key), follow_symlinks=False).st_size
+                return os.lstat(path).st_size
             except FileNotFoundError:
                 return None
 
@@ -267,9 +254,11 @@ class FileStore(Store):
         else:
             raise OSError(why, os.strerror(why))
 
-    def _paths(self, keys: Sequence[BlockKey]) -> list[str]:
-        """Returns where values are; keys come again and again, in matches, puts and gets."""
-        return list(map(self._path_of, keys))
+    def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> list[str]:
+        """Checks a call, as every one begins; returns the paths of its values."""
+        self._lifecycle.check()
+        check_call(keys, slots)
+        return list(map(self._path_of, keys))  # keys come again and again
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
         """Returns how many values were found; a missing file is no error. Raises StoreError."""
@@ -289,7 +278,8 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
     budget = url.size("budget", 0) or None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     url.finish("budget, lease")
-    _check_lease(url.label, lease_s)
+    if lease_s > MAX_LEASE_S:
+        raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     return Path(url.path) if url.path else cache_directory("pool"), budget, lease_s
 
 
@@ -300,11 +290,6 @@ def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
         said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
         less = ByteSize(most * 9 // 10).human_readable()
         yield said, f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
-
-
-def _check_lease(label: str, lease_s: float) -> None:
-    if not lease_s <= MAX_LEASE_S:
-        raise ConfigError(f"{label}: lease must be at most {MAX_LEASE_S:g} seconds")
 
 
 def _check_sizes(slots: Slots) -> None:

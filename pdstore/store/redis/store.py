@@ -72,8 +72,7 @@ class RedisStore(Store):
         return self._lease_s or 0.0
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._lifecycle.check()
-        check_call(keys)
+        self._enter(keys)
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = keys[n : n + window]
@@ -93,13 +92,11 @@ class RedisStore(Store):
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Asks for all keys in one round trip, which renews none."""
-        self._lifecycle.check()
-        check_call(keys)
+        self._enter(keys)
         return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._enter(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):
             replies = self._replies([("GET", keys[i]) for i in part], part.start)
             for i, data in enumerate(replies, part.start):
@@ -112,8 +109,7 @@ class RedisStore(Store):
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._enter(keys, slots)
         for part in _batches(slots.sizes, _WRITE_BATCH):
             commands: list[Command] = []
             for i in part:
@@ -124,8 +120,7 @@ class RedisStore(Store):
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._lifecycle.check()
-        check_call(keys)
+        self._enter(keys)
         list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
@@ -147,7 +142,7 @@ class RedisStore(Store):
                     yield StoredValue(key, size, float(age_s) if isinstance(age_s, int) else None)
 
     def length_of(self, key: BlockKey) -> int | None:
-        check_call([key])
+        self._enter([key])
         [length] = self._replies([("STRLEN", key)])
         return length or None  # no value is empty
 
@@ -170,6 +165,10 @@ class RedisStore(Store):
         """Closes idle connections; calls that are under way close theirs when they end."""
         if self._lifecycle.end():
             self._servers.disconnect()
+
+    def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
+        self._lifecycle.check()
+        check_call(keys, slots)
 
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
         """Yields some keys with a prefix at a time; one of an earlier page may come again."""

@@ -75,20 +75,16 @@ def test_an_arena_of_another_version_is_refused(library, path):
 
 
 @pytest.mark.parametrize(
-    ("size", "slab", "why"),
+    ("size", "slab"),
     [
-        (100 * MIB, 1000, "slab= is 1000 bytes: write a multiple of 4 KiB"),
-        (8 << 30, 8 << 30, "at most 4 GiB"),
-        (MIB, 2 * MIB, "hold no slab of 2.0MiB"),
-        (100, None, "write a larger .size="),
-        (1024 * MIB, 4096, "too many slabs of 4.0KiB: write .slab=8.0KiB or more"),
-        (16 << 40, 128 * MIB, "less than 16 TiB"),
+        *((100 * MIB, 1000), (8 << 30, 8 << 30), (MIB, 2 * MIB), (100, None)),
+        *((1024 * MIB, 4096), (16 << 40, 128 * MIB)),
     ],
 )
-def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, slab, why):
+def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, slab):
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 38, f_frsize=4096)
     )
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=r"no arena has .* or leave .slab= out"):
         open_arena_file(path, library, size, slab)
     assert os.listdir(path.parent) == []

@@ -20,7 +20,7 @@ class ShowsAShortBlock(WrongStore):
             if key not in self._shelf.values:
                 self._shelf.add(key, self._begun(bytes(slots.value(i))))
                 time.sleep(0.002)  # as long as a disk takes for the rest
-                self._shelf.drop(key)
+                self._shelf.drop([key])
         return super().put(keys, slots)
 
     def _begun(self, value: bytes) -> bytes:
@@ -68,7 +68,7 @@ class ClaimsALease(SmallWrongStore):
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         values = self._shelf.values
         while values and len(values) > 20:
-            self._shelf.drop(next(iter(values)))
+            self._shelf.drop([next(iter(values))])
         return super().put(keys, slots)
 
 
