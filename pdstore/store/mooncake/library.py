@@ -278,5 +278,5 @@ def _address_towards(master: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except OSError:  # a name that nobody knows
+    except (OSError, ValueError, TypeError):  # a name that nobody knows, or that is none
         return "127.0.0.1"
