@@ -1,9 +1,9 @@
-"""More than a pair can take: 64 requests at a time, with workers and staging far too small.
+"""More than a pair can take: 64 requests at a time, with queues and staging far too small.
 
     python -m benchmarks.overload --json overload.json
 
-P, D and the router are processes, the engine is the mini engine, and two workers move blocks. What
-comes too late is dropped and counted, and computed again: so every answer is compared with one
+P, D and the router are processes, the engine is the mini engine, and the queues hold two jobs. What
+does not fit is dropped and counted, and computed again: so every answer is compared with one
 instance's. The memory of P and D after a tenth of the requests and after all of them tells whether
 something piles up.
 """
@@ -35,6 +35,7 @@ from benchmarks.report import machine
 
 _TIGHT = Options(
     env={"PDSTORE_WORKERS": "2", "PDSTORE_STAGING": "256KiB"},
+    arguments=("--max-jobs", "2"),
     router=("--prefill-timeout", "120", "--read-timeout", "120"),
     is_direct=True,
 )

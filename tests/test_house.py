@@ -41,7 +41,7 @@ BUDGET = {
     "lines of native sources": 4_800,
     "lines of tests": 31_300,
     "nightly marks": 35,
-    "lines of benchmarks, examples and integrations": 16_270,
+    "lines of benchmarks, examples and integrations": 16_300,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -39,7 +39,7 @@ class Options:
 
     mode: the router's.
     faulty: the options of `faulty+`, with which P and D fail on purpose; "" for neither.
-    env: added to P's and D's environment.
+    env, arguments: added to P's and D's environment and command line.
     router: added to the router's command line.
     is_direct: True if there are no proxies between clients, the router, P and D.
     engine: P's and D's.
@@ -48,6 +48,7 @@ class Options:
     mode: str = "relay"
     faulty: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
     router: Sequence[str] = ()
     is_direct: bool = False
     engine: Engine = ENGINES["mini"]
@@ -150,7 +151,8 @@ class Stage:
             command += ["--prefill-timeout", "3", "--read-timeout", "8"]
             return [*command, *self.options.router]
         store = self._store_of(name)
-        return list(self.options.engine.command(self._model, self._ports[name], name, store))
+        made = self.options.engine.command(self._model, self._ports[name], name, store)
+        return [*made, *self.options.arguments]
 
     def _store_of(self, name: str) -> str:
         """Returns the store's URL for P or D."""

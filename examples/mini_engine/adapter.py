@@ -67,7 +67,9 @@ class Adapter:
             longest_prompt=model.max_model_len,
             weights_of=partial(pdstore.weights_revision, config.model),
         )
-        self.pool = pdstore.KVPool(settings, layout, cache.layers, namespace, metrics=metrics)
+        self.pool = pdstore.KVPool(
+            settings, layout, cache.layers, namespace, metrics=metrics, max_jobs=config.max_jobs
+        )
         self._prompt_times = pdstore.PromptTimes.from_settings(settings, namespace, metrics)
         registries = [metrics.registry]
         self.reporting = pdstore.Reporting(settings, self.cache, registries, lambda: self.problem)
