@@ -76,6 +76,7 @@ RUN_BY = {
     "*python -m benchmarks.vllm_cpu *": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.mooncake_link": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.trace.room *": _KNOWS_ITS_OPTIONS,
+    "python -m benchmarks.served * --gpus *": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.stores --store redis+cluster:*": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.*": f"{TESTED_HERE}::test_a_benchmark_of_a_page_runs",
 }
