@@ -186,7 +186,7 @@ class Settings(BaseSettings):
 
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
-    """Yields each setting that is valid and leaves an instance without use, with what to write.
+    """Yields each valid setting that makes an instance useless, and what to write instead.
 
     longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
     """

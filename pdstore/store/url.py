@@ -40,7 +40,7 @@ class StoreURL:
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
-        """Parses a URL of any scheme. Raises ConfigError, with passwords and options left out."""
+        """Parses a URL of any scheme. Raises ConfigError without its password and options."""
         problem = _slip_in(text)
         try:
             with_one_host, others = _hosts_apart(text)

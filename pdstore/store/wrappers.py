@@ -228,7 +228,7 @@ class GuardedStore(WrapperStore):
 
 
 def problem_of(store: Store) -> str | None:
-    """Returns the problem that a store's breaker knows of; None if it has none, or no breaker."""
+    """Returns the problem of a store, if it has a breaker that knows of one; else None."""
     while isinstance(store, WrapperStore):
         if isinstance(store, GuardedStore):
             return store.problem

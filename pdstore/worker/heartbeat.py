@@ -37,7 +37,7 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
 
 
 class Heartbeat:
-    """Puts one small value each `period_s`, as long as a hand-off is being saved.
+    """Puts one small value every `period_s`, as long as a hand-off is being saved.
 
     The first one comes up to a period after a hand-off's begin: many are saved by then. One rank,
     with the first layer's first shard, beats for its instance, and until the other ranks' saves

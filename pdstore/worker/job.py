@@ -75,7 +75,7 @@ class Work:
         return True
 
     def next_share(self) -> Share:
-        """Returns one of the shares that are ready, which a worker begins."""
+        """Returns a share that is ready; the caller begins it."""
         raise NotImplementedError
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:

@@ -36,7 +36,7 @@ class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
     A plain save skips what is stored and matches its own blocks. With a hand-off the match is of
-    the whole prompt: what the store lost meanwhile is saved again, and D is told at the end.
+    the whole prompt. What the store lost meanwhile is then saved again, and at the end D is told.
 
     first_block: the blocks before it are stored or on their way already.
     handoff: publish the whole prompt under this name.

@@ -33,7 +33,7 @@ _LOOK_S = 0.05
 _MOST_TRIES = 3
 
 Loaded: TypeAlias = Callable[[Values, Reason | None], None]
-"""Told after a copy: the values of whole blocks that are in place, and why those are not all."""
+"""Called after a copy: with the values of whole blocks that are in place, and why not of all."""
 
 
 class Move(NamedTuple):

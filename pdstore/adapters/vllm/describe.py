@@ -250,7 +250,7 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    """A layer's shape. Raises LayoutError if its blocks hold more than their tokens' causal KV."""
+    """A layer's shape. Raises LayoutError if its blocks hold more than causal KV of tokens."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
     if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":

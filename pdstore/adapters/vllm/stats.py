@@ -115,7 +115,7 @@ class StepMetrics(Metrics):
             self._new.add(key, change)
 
     def read_gauge(self, key: str, read: Callable[[], float]) -> None:
-        """Reads a gauge by this function from now on."""
+        """Has a gauge show what this function returns, from now on."""
         self._gauges[key] = read
 
     def _made(self, metric: Metric) -> Shown:

@@ -3,7 +3,7 @@
 RDMA moves only registered memory, slabs of ours. Values in other buffers are then copied through
 one slab, the bounce.
 
-A put of a full pool is tried again here, since the master evicts after a put that found no room.
+A put that finds the pool full is tried again here: only then does the master evict.
 """
 
 from __future__ import annotations
