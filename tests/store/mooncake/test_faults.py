@@ -189,7 +189,7 @@ def test_a_master_that_comes_and_goes_during_the_traffic_costs_misses_only(clust
             num_before = len(outcomes)
             eventually(lambda n=num_before: len(outcomes) > n + 1)
             cluster.start_master()
-            eventually(lambda: outcomes[-1].is_whole)
+            eventually(lambda: outcomes[-1].is_whole, 2 * LATEST_S)
     finally:
         is_over.set()
         join(2 * LATEST_S)
