@@ -98,13 +98,15 @@ def test_a_setting_is_taken_or_is_a_config_error_with_its_name(
 ) -> None:
     likely = st.sampled_from(["", "0", "1", "-1", "nan", "inf", "1e400", "1GiB", "9" * 400, "auto"])
 
+    shown_in_any_case = repr(read_settings(salt="a salt"))
+
     def check(field: str, text: str) -> None:
         variable = variable_of(field)
         with monkeypatch.context() as environment:
             environment.setenv(variable, text)
             settings, refusal = attempted(read_settings, ConfigError)
         assert settings is not None or (variable in refusal and len(refusal) < 4000)
-        if field in ("salt", "store") and len(text) > 3:
+        if field in ("salt", "store") and text not in shown_in_any_case:
             assert text not in repr(settings)
 
     fields = st.sampled_from(list(Settings.model_fields))
