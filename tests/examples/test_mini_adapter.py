@@ -269,9 +269,11 @@ def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):
 
 
 def decided(p, d, first):
-    """Hands a prompt from P to D and returns D's request."""
+    """Hands a prompt from P to D, once P has stored all of it, and returns D's request."""
     prompt = [first, *prompt_of(TOKENS)[1:]]
-    asked = decode(d, prompt, hand_over(p, prompt))
+    params = hand_over(p, prompt)
+    until_stored(p)  # the load that follows P waits for it, so it tells no cost
+    asked = decode(d, prompt, params)
     assert asked.ids == ask(p, prompt).wait().ids
     return asked.request
 
