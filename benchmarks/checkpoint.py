@@ -39,6 +39,11 @@ def make_model(shape: Shape, directory: Path, device: str, dtype: str = "bfloat1
             LlamaForCausalLM(config).save_pretrained(directory)
     finally:
         torch.set_default_dtype(before)
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer of one word, for engines that want to have one."""
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a")
     tokenizer.save_pretrained(directory)

@@ -1,0 +1,1 @@
+"""What one engine serves under load with each KV connector, over HTTP, side by side."""

@@ -1,0 +1,191 @@
+"""Serves many users with each KV connector in turn: what they wait for, and what is served.
+
+    python -m benchmarks.load --cpu                                   # a minute, the mini engine
+    python -m benchmarks.load --engine vllm --workload turns --kinds plain simple shm --json FILE
+
+Each kind is started alone, warmed up, and measured in windows; the order of the kinds is drawn.
+Rows are comparable within one run. `shm@TREE` is a kind of pdstore from another checkout, which
+--trees names; `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
+
+Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
+offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
+pdstore; `relayed` and `concurrent` are P and D.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from benchmarks.command import parser_of, run
+from benchmarks.load.client import Answer, Client
+from benchmarks.load.kinds import Fleet, Kind, kinds
+from benchmarks.load.workloads import WORKLOADS, Plan, Sizes, Workload
+from benchmarks.report import Cell, Report
+from examples.demo.client import counters
+from examples.demo.processes import ROOT, DemoError, Processes
+
+COLUMNS = ["kind", "window", "rate", "answers/s", "tokens/s"]
+TIMES = ["first turn p50, s", "p90", "p99", "later turn p50, s", "later p90", "later p99"]
+TIMES += ["between mean, ms", "between p90", "between p99", "beyond P p50, ms", "beyond P p99"]
+COUNTS = ["loaded tokens", "preempted", "unanswered", "errors"]
+_LOADED = ("vllm:external_prefix_cache_hits_total", "pdstore_tokens_total:loaded")
+_PREEMPTED = "vllm:num_preemptions_total"
+_WARM_UP = 3
+
+
+def main() -> None:
+    given = _parse()
+    workload = WORKLOADS[given.workload]
+    if workload.needs_trace and given.trace is None:
+        print(f"skipped: {given.workload} replays a trace, which --trace FILE names")
+        return
+    if given.json is not None and "load" not in given.json.name:
+        sys.exit("--json: a name with `load` in it, so that results are found together")
+    run(lambda: measure(given, workload), given.json)
+
+
+def measure(given: argparse.Namespace, workload: Workload) -> Report:
+    """Runs every kind that is asked for, one after the other."""
+    sizes = _sizes_of(given, workload)
+    title = f"{given.workload}, {given.engine}, seed {given.seed}: windows of {given.window:g} s"
+    report = Report(title, [*COLUMNS, *TIMES, *COUNTS], notes=[str(sizes)])
+    names = list(given.kinds)
+    random.Random(given.order).shuffle(names)
+    with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
+        for name in names:
+            for rate in given.rates or [sizes.rate]:
+                plan = Plan(replace(sizes, rate=rate), given.seed, given.trace)
+                try:
+                    for row in _measured(given, workload, plan, name, Path(scratch)):
+                        report.add(name, *row)
+                        _show(name, row)
+                except DemoError as error:
+                    report.notes.append(f"{name}: {error}")
+                if given.json is not None:
+                    given.json.write_text(report.json() + "\n")
+    return report
+
+
+def _measured(
+    given: argparse.Namespace, workload: Workload, plan: Plan, name: str, scratch: Path
+) -> Iterator[list[Cell]]:
+    """Starts a kind's servers, loads them, and yields a row for each window."""
+    what, *settings = name.split("+")
+    what, _, tree = what.partition("@")
+    root = Path(given.trees[tree]).resolve() if tree else ROOT
+    seconds = given.warm + given.windows * given.window
+    with tempfile.TemporaryDirectory(dir=scratch) as pool, Processes() as processes:
+        kind = kinds(Path(pool), plan.sizes, dict(map(_pair, settings)))[what]
+        fleet = Fleet(processes, scratch, plan.sizes, given.engine, given.options, is_cpu=given.cpu)
+        urls = fleet.start(what, kind, root, given.start_seconds)
+        client, counts = asyncio.run(_load(workload, plan, kind, urls, seconds))
+        processes.check()
+    for number in range(given.windows):
+        begin = given.warm + number * given.window
+        ended = [a for a in client.answers if begin <= a.times[-1] < begin + given.window]
+        own: list[Cell] = [number + 1, plan.sizes.rate, len(ended) / given.window]
+        tokens = sum(len(a.ids) for a in ended) / given.window
+        yield [*own, tokens, *_times(ended), *counts, len(client.errors)]
+    for error in client.errors[:3]:
+        print(error, file=sys.stderr)
+
+
+async def _load(
+    workload: Workload, plan: Plan, kind: Kind, urls: list[str], seconds: float
+) -> tuple[Client, list[Cell]]:
+    """Returns the client, and what the servers counted meanwhile."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
+        warm_up = Client(http, urls, kind.mode, seconds)
+        for number in range(_WARM_UP):
+            await warm_up.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
+        before = [counters(url) for url in urls]
+        client = Client(http, urls, kind.mode, seconds)
+        await workload.run(client, plan)
+    client.errors += warm_up.errors
+    after = [counters(url) for url in urls]
+
+    def more(*names: str) -> float:
+        pairs = list(zip(before, after, strict=True))
+        return max(sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
+
+    unanswered = client.num_asked - len(client.answers) - len(client.errors)
+    return client, [int(more(*_LOADED)), int(more(_PREEMPTED)), unanswered]
+
+
+def _show(name: str, row: Sequence[Cell]) -> None:
+    shown = zip(COLUMNS[1:] + TIMES + COUNTS, row, strict=True)
+    print(name, *(f"{what} {value:.3g};" for what, value in shown), file=sys.stderr, flush=True)
+
+
+def _times(answers: Sequence[Answer]) -> list[Cell]:
+    """Returns the columns TIMES."""
+    first = [a.first_s for a in answers if a.turn == 0]
+    later = [a.first_s for a in answers if a.turn > 0]
+    gaps = [1e3 * gap for a in answers for gap in a.gaps]
+    beyond = [1e3 * (a.first_s - a.prefill_s) for a in answers if a.prefill_s]
+    mean = statistics.fmean(gaps) if gaps else 0.0
+    between: list[Cell] = [mean, *_quantiles(gaps, 0.9, 0.99)]
+    waits = [*_quantiles(first, 0.5, 0.9, 0.99), *_quantiles(later, 0.5, 0.9, 0.99)]
+    return [*waits, *between, *_quantiles(beyond, 0.5, 0.99)]
+
+
+def _quantiles(values: list[float], *shares: float) -> list[Cell]:
+    ordered = sorted(values)
+    return [ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for share in shares]
+
+
+def _sizes_of(given: argparse.Namespace, workload: Workload) -> Sizes:
+    sizes = workload.sizes.shrunk() if given.cpu else workload.sizes
+    changes = {"users": given.users, "pool_gib": given.pool_gib, "gpu": given.gpu}
+    return replace(sizes, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _parse() -> argparse.Namespace:
+    parser = parser_of(__doc__, rounds=None)
+    add = parser.add_argument
+    add("--cpu", action="store_true", help="a tiny model and a sixteenth of the lengths")
+    add("--engine", choices=("mini", "vllm"), help="default: mini with --cpu, else vllm")
+    add("--workload", choices=tuple(WORKLOADS), default="turns")
+    add("--kinds", nargs="+", default=["plain", "shm", "files"])
+    add("--windows", type=int, default=3)
+    add("--window", type=float, metavar="S", help="default: 60, with --cpu 5")
+    add("--warm", type=float, metavar="S", help="before the first window; default: 15, 3")
+    add("--rates", type=float, nargs="+", help="arrivals a second, each with a start of its own")
+    add("--users", type=int, help="who ask at once")
+    add("--pool-gib", type=float, help="size of the host pool")
+    add("--gpu", type=int, help="tokens of KV that fit into the engine's own cache")
+    add("--trace", type=Path, metavar="FILE", help="of the Mooncake release")
+    add("--trees", type=_pair, nargs="+", default=[], metavar="NAME=DIR", help="checkouts")
+    add("--pool", type=Path, default=Path("/dev/shm"), help="a directory in memory")
+    add("--seed", type=int, default=1)
+    add("--order", type=int, help="seed of the order of the kinds; default: another each time")
+    add("--start-seconds", type=float, default=240)
+    add("options", nargs="*", help="of the engine, behind --")
+    given = parser.parse_args()
+    given.engine = given.engine or ("mini" if given.cpu else "vllm")
+    given.window = given.window or (5.0 if given.cpu else 60.0)
+    given.warm = given.warm if given.warm is not None else (3.0 if given.cpu else 15.0)
+    given.trees = dict(given.trees)
+    return given
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The kinds that are compared: which servers one starts, with which KV connector."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from benchmarks.load.client import Mode
+from benchmarks.load.workloads import Sizes
+from benchmarks.vllm_instance import ENVIRONMENT
+from benchmarks.vllm_session import LLAMA_8B
+from examples.demo.client import is_healthy
+from examples.demo.processes import Processes
+from examples.ports import free_ports
+from examples.vllm_serve import CPU_ENVIRONMENT
+
+_CEILING_TOKENS = 600_000
+_LMCACHE_PORTS = (6555, 8095, 9095)
+_SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+_SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+_BLOCK = 64
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@dataclass
+class Instance:
+    """One engine: options of its command line, and its environment."""
+
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Kind(NamedTuple):
+    """What is started for one kind, and how it is asked.
+
+    service: the command of a server beside the engines, and the port where it listens.
+    gpu: tokens of the engine's own cache, where it is not the workload's.
+    """
+
+    instances: Sequence[Instance]
+    mode: Mode = "alone"
+    service: tuple[Sequence[str], int] | None = None
+    gpu: int | None = None
+
+
+def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Kind]:
+    """Returns every kind by name. settings: more of pdstore's, by variable."""
+    num_bytes = int(sizes.pool_gib * (1 << 30))
+    arena, files = f"shm://load?size={num_bytes}&dir={pool}", f"file://{pool}/files"
+    gib = f"{sizes.pool_gib:g}"
+
+    def instance(url: str, role: str = "both", **more: str) -> Instance:
+        environment = {
+            "PD_TRANSFER_VIA_STORAGE": "1",
+            "PDSTORE_STORE": url,
+            "PDSTORE_ROLE": role,
+            "PDSTORE_WEIGHTS": "load",
+            "PDSTORE_REQUIRE_STORE": "1",
+        }
+        return Instance((), environment | dict(settings) | more)
+
+    pair = [instance(arena, "prefill"), instance(arena, "decode")]
+    return {
+        "plain": Kind([Instance()]),
+        "ceiling": Kind([Instance()], gpu=_CEILING_TOKENS),
+        "native": Kind([Instance(["--kv-offloading-size", gib])]),
+        "simple": Kind([_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=num_bytes)]),
+        "lmcache": _lmcache(gib),
+        "shm": Kind([instance(arena)]),
+        "shm_decoded": Kind([instance(arena, PDSTORE_SAVE_DECODED="1")]),
+        "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
+        "files": Kind([instance(f"{files}?budget={num_bytes}")]),
+        "relayed": Kind(pair, "relayed"),
+        "concurrent": Kind(pair, "concurrent"),
+    }
+
+
+def _connector(name: str, **extra: object) -> Instance:
+    transfer = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return Instance(["--kv-transfer-config", json.dumps(transfer)])
+
+
+def _lmcache(gib: str) -> Kind:
+    """LMCache's server as a process of its own, with all its memory taken at the start."""
+    port, http, prometheus = map(str, _LMCACHE_PORTS)
+    server = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
+    server += ["--port", port, "--l1-size-gb", gib, "--eviction-policy", "LRU"]
+    server += ["--no-l1-use-lazy", "--supported-transfer-mode", "lmcache_driven"]
+    server += ["--http-host", "127.0.0.1", "--http-port", http, "--prometheus-port", prometheus]
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": int(port)}
+    return Kind([_connector("LMCacheMPConnector", **extra)], service=(server, int(port)))
+
+
+class Fleet:
+    """Starts the servers of a kind.
+
+    engine: `vllm` or `mini`. tree: the checkout that the servers import pdstore from.
+    options: of the engine's command line, behind all others.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        scratch: Path,
+        sizes: Sizes,
+        engine: Literal["vllm", "mini"],
+        options: Sequence[str],
+        *,
+        is_cpu: bool,
+    ) -> None:
+        self._processes, self._model, self._sizes = processes, scratch / "model", sizes
+        self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
+
+    def start(self, name: str, kind: Kind, tree: Path, within_s: float) -> list[str]:
+        """Returns the URLs of the engines, once all answer. Raises DemoError."""
+        self._make_model()
+        environment = self._environment(tree)
+        if kind.service is not None:
+            command, port = kind.service
+            is_ready = partial(_listens, port)
+            self._processes.start(f"load-{name}-service", command, is_ready, environment)
+            self._processes.wait_ready(within_s, lambda text: None)
+        tokens = kind.gpu or self._sizes.gpu
+        ports = free_ports(len(kind.instances))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        for number, each in enumerate(kind.instances):
+            engine = self._mini(tokens) if self._is_mini else self._vllm(tokens)
+            command = [*engine, "--host", "127.0.0.1", "--port", str(ports[number])]
+            self._processes.start(
+                f"load-{name}-{number}",
+                [sys.executable, "-m", *command, *each.options, *self._options],
+                partial(is_healthy, urls[number]),
+                environment | dict(each.environment),
+            )
+        self._processes.wait_ready(within_s, lambda text: None)
+        return urls
+
+    def _environment(self, tree: Path) -> dict[str, str]:
+        multiprocessing = "0" if self._is_cpu else "1"
+        return {
+            **os.environ,
+            **ENVIRONMENT,
+            **(CPU_ENVIRONMENT if self._is_cpu else {}),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing,
+            "LMCACHE_TRACK_USAGE": "false",
+            "PYTHONHASHSEED": "0",
+            "PYTHONSAFEPATH": "1",  # not this checkout before `tree`
+            "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
+        }
+
+    def _vllm(self, tokens: int) -> list[str]:
+        dtype, chunk = ("float32", 512) if self._is_cpu else ("bfloat16", 8192)
+        command = ["vllm.entrypoints.cli.main", "serve", str(self._model)]
+        command += ["--load-format", "dummy", "--dtype", dtype, "--block-size", str(_BLOCK)]
+        command += ["--max-model-len", str(self._longest), "--max-num-seqs", "64"]
+        command += ["--max-num-batched-tokens", str(chunk)]
+        command += ["--num-gpu-blocks-override", str(tokens // _BLOCK)]
+        command += ["--disable-uvicorn-access-log", "--shutdown-timeout", "5"]
+        if self._is_cpu:
+            return [*command, "--enforce-eager"]
+        command += ["--gpu-memory-utilization", "0.5", "--attention-backend", "FLASH_ATTN"]
+        return [*command, "--compilation-config", json.dumps(_GRAPHS)]
+
+    def _mini(self, tokens: int) -> list[str]:
+        command = ["examples.mini_engine", "--model", str(self._model)]
+        command += ["--num-blocks", str(tokens // 16), "--max-num-seqs", "16"]
+        return [*command, "--max-model-len", str(self._longest)]
+
+    @property
+    def _longest(self) -> int:
+        return self._sizes.longest + 1024
+
+    def _make_model(self) -> None:
+        """Writes what the engines serve, once: the shape of an 8B Llama, or a tiny one."""
+        from benchmarks.checkpoint import Shape, make_model, write_tokenizer
+
+        if self._model.exists():
+            return
+        vocabulary = self._sizes.vocabulary
+        if self._is_mini:
+            make_model(Shape(vocabulary, 4, 256, self._longest), self._model, "cpu", "float32")
+            return
+        self._model.mkdir()
+        write_tokenizer(self._model)
+        shape = LLAMA_8B | (_SMALL if self._is_cpu else {}) | {"vocab_size": vocabulary}
+        (self._model / "config.json").write_text(json.dumps(shape))
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
