@@ -91,14 +91,18 @@ bool Pump::is_busy() const {
                      [](const Lane &lane) { return lane.owner != nullptr; });
 }
 
-// True if a job need not wait for the model any more; nor need one that can only fail.
+// True if a job need not wait for the model any more; nor need one that can only fail. The device
+// is asked once for each event: hundreds of jobs may wait for one, and each question keeps the
+// driver from the model's thread.
 bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
+  if (std::find(late_.begin(), late_.end(), job.ready) != late_.end()) return false;
   bool over = false;
   if (const int code = device_.query(job.ready, &over)) {
     fail(job, device_error(device_, "cudaEventQuery", code, 0));
     return true;
   }
+  if (!over) late_.push_back(job.ready);
   return over;
 }
 
@@ -108,6 +112,7 @@ JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    late_.clear();
     const auto due = std::find_if(queue_.begin(), queue_.end(),
                                   [this](const JobPtr &job) { return is_due(*job); });
     if (due != queue_.end()) {

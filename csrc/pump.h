@@ -98,6 +98,7 @@ class Pump {
   std::mutex mutex_;  // guards queue_ and stopping_
   std::condition_variable changed_;
   std::deque<JobPtr> queue_;
+  std::vector<Event> late_;  // of this look at the queue: those that have not fired
   bool stopping_ = false;
 
   std::array<Lane, 2> lanes_;

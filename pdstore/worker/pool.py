@@ -220,7 +220,7 @@ class KVPool:
           first_token: tokens before it are there already, and their engine blocks are not written
             (they may be shared): a multiple of the engine's block.
           ready: an event after which the blocks may be written; None: after what the calling
-            thread's current stream has queued.
+            thread's current stream has queued; AT_ONCE: now.
           follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon
             as it is stored. The load ends when all are loaded, when P has failed, or when nothing
             was stored for PDSTORE_HANDOFF_WAIT_S.
@@ -244,7 +244,8 @@ class KVPool:
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:
-            ranges = self._mover.way.split.ranges(first_block, len(keys), num_bytes)
+            split = self._mover.way.split  # a turn loads as much as a turn saves
+            ranges = split.ranges(first_block, len(keys), num_bytes // split.at_once)
             work.release(ranges)
             work.close()
         self._queue.submit(job)

@@ -271,7 +271,8 @@ class InPlaceEnd(StoreEnd):
         self._swap = swap
         self._arena = arena
         largest = block.HEADER_BYTES + ends.layout.largest_payload_bytes
-        self._window = max(len(ends.layout.owned_parts), -(-split.range_bytes // largest))
+        turn_bytes = split.at_once * split.range_bytes
+        self._window = max(len(ends.layout.owned_parts), -(-turn_bytes // largest))
 
     @contextlib.contextmanager
     def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:

@@ -43,7 +43,8 @@ class Split(NamedTuple):
     many: a job smaller than so many ranges is split into so many smaller ones, because its end is
       the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
       the library spreads the work of one range over the processors.
-    at_once: ranges that a worker saves in one turn, because one call of the library takes so many.
+    at_once: ranges that a worker saves or loads in one turn, because one call of the library takes
+      so many.
     early_ranges: layer ranges of at least so many block ranges are saved before later ones are
       computed. Each is work in Python of its own; smaller ones go together.
     """

@@ -29,6 +29,7 @@ from pdstore.settings import Settings
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
+from pdstore.worker.swap.base import AT_ONCE
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -142,6 +143,19 @@ class PDStoreConnectorWorker:
         return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
 
     @property
+    def loads_at_once(self) -> bool:
+        """True if no step in flight uses the blocks that vLLM gives to a load.
+
+        Where steps overlap, vLLM keeps the blocks of a request that has ended until they are over
+        (its scheduler's `defer_block_free`), but only in a consumer; and not those that a window
+        gives back.
+        """
+        config = self.vllm_config
+        has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
+        overlaps = config.max_concurrent_batches > 1
+        return not has_windows and (not overlaps or config.kv_transfer_config.is_kv_consumer)
+
+    @property
     def is_idle(self) -> bool:
         """True if no load and no save is running or still to be reported."""
         return not (self._loads or self._saves)
@@ -156,7 +170,11 @@ class PDStoreConnectorWorker:
                 with self._starting(running, Direction.LOAD):
                     rows = self._rows(spec.block_ids)
                     running.job = self.pool.load(
-                        plan.keys, rows, first_token=plan.first_token, follow=plan.follow
+                        plan.keys,
+                        rows,
+                        first_token=plan.first_token,
+                        ready=AT_ONCE if self.loads_at_once else None,
+                        follow=plan.follow,
                     )
                     running.job.on_end(running.job_ended)
 

@@ -70,6 +70,17 @@ class ReadyEvent(Protocol):
         """Blocks until the event fires."""
 
 
+class _Fired:
+    """An event that needs no wait."""
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+AT_ONCE: ReadyEvent = _Fired()
+"""For `KVPool.load`: nothing that is queued on the device uses the blocks."""
+
+
 class Swap(ABC):
     """Copies KV between an engine's paged cache and host memory. Any thread may call it.
 

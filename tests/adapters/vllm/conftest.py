@@ -13,6 +13,7 @@ import pytest
 
 from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.servers import Launcher, Server
+from tests.adapters.vllm.standins import vllm_config
 from tests.support.instances import store as store
 from tests.support.kv import Instance, settings_of
 from tests.support.otlp_receiver import OTLPReceiver, receiving
@@ -78,7 +79,8 @@ def worker(instance):
     from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
+    metrics = instance.pool.metrics
+    worker = PDStoreConnectorWorker(settings_of(), vllm_config(), cache, metrics)
     worker.use_pool(instance.pool)
     return worker
 

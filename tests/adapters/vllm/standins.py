@@ -20,6 +20,12 @@ class BlockPool:
             self.held.remove(block)
 
 
+def vllm_config(*, batches=1, is_consumer=True):
+    """vLLM's configuration of an instance with so many steps in flight at once."""
+    transfer = SimpleNamespace(is_kv_consumer=is_consumer)
+    return SimpleNamespace(max_concurrent_batches=batches, kv_transfer_config=transfer)
+
+
 def vllm_request(prompt, **changes):
     """vLLM's request of a prompt, of which nothing is computed yet."""
     usual = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.engine.request import LoadPlan, SavePlan
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
+from tests.adapters.vllm.standins import vllm_config
 from tests.support.kv import Instance, eventually, settings_of
 
 IDS = list(range(1, 21))
@@ -85,12 +88,39 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     assert not bad, "vLLM would go on behind blocks that it has given back"
 
 
+@pytest.mark.parametrize(
+    ("config", "windows", "at_once"),
+    [
+        ({}, {}, True),
+        ({"batches": 2}, {}, True),
+        ({"batches": 2, "is_consumer": False}, {}, False),
+        ({"batches": 1, "is_consumer": False}, {}, True),
+        ({}, {0: 64}, False),
+    ],
+    ids=["no overlap", "kept by vLLM", "not kept in a producer", "a producer", "a window"],
+)
+def test_a_load_waits_for_a_step_that_may_use_its_blocks(
+    worker, instance, config, windows, at_once
+):
+    object.__setattr__(instance.namespace, "windows", windows)
+    worker.vllm_config = vllm_config(**config)
+    worker.use_pool(instance.pool)
+    assert worker.loads_at_once is at_once
+
+
+def test_vllm_keeps_blocks_until_the_step_in_flight_is_over():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    said = inspect.getsource(Scheduler.__init__)
+    assert re.search(r"kv_transfer_config.is_kv_consumer:\s+self.defer_block_free = True", said)
+
+
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkeypatch):
     """From then on D may follow the hand-off."""
     monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
-    worker = PDStoreConnectorWorker(settings_of(), None, cache, instance.pool.metrics)
+    worker = PDStoreConnectorWorker(settings_of(), vllm_config(), cache, instance.pool.metrics)
     worker.use_pool(instance.pool, layers=["a", "b", "c"])
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
