@@ -74,8 +74,7 @@ class AsyncRunner(Generic[T]):
     caller's inference and gradient mode.
     If the function raises, the next `sync` or `launch` raises its exception once. The caller's
     stream then waits for the work that the function had queued before, so that its memory may be
-    reused. Until `sync` or that exception, the caller must not change what the function uses: hand
-    over copies.
+    reused. Until then the caller must not change what the function uses: hand over copies.
     One thread may call it. Raises DeviceError from the constructor if the device cannot be used.
     """
 
@@ -93,8 +92,7 @@ class AsyncRunner(Generic[T]):
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
         """Starts a function once the previous function has ended.
 
-        Raises the previous function's exception, or TimeoutError if it still runs after
-        `timeout_s`.
+        Raises that function's exception, or TimeoutError if it still runs after `timeout_s`.
         """
         self._ended(timeout_s)
         if self._closed:

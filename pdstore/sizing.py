@@ -1,7 +1,6 @@
 """Sizing: a model's KV, and the bandwidth from which loading beats computing.
 
-`python -m pdstore.sizing CONFIG` prints both from a model's config.json; docs/sizing.md explains
-the formulas.
+`python -m pdstore.sizing CONFIG` prints both from a model's config.json; see docs/sizing.md.
 
 T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
 B*  = p * (KV bytes of a token) / T_c

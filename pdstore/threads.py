@@ -87,8 +87,7 @@ class Ticker:
 
     `step` returns the seconds to its next turn, or None to wait for `wake`. If `step` raises, the
     error is logged, and the next turn comes after `pause_s`. In the child of a fork `wake` and
-    `stop` do nothing. A turn is one call of `step`; there are never two at a time, whichever
-    threads make them.
+    `stop` do nothing. A turn is one call of `step`; there are never two turns at a time.
     """
 
     def __init__(

@@ -98,8 +98,7 @@ def explain(
 ) -> Answer:
     """Compares a prompt's keys with the stored values. Status 1 unless the whole prompt is stored.
 
-    All namespaces of the pool are tried, so that a prompt is found even if P saved it in another
-    namespace than D's.
+    All namespaces of the pool are tried: P may have saved the prompt in another one than D's.
 
     prompt: text for the tokenizer in the directory `model`. ids: token ids instead of a text.
     namespace: first digits of the namespace to look in; empty for the one with most of the prompt.

@@ -86,8 +86,7 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     """Yields whether all instances use one pool and one namespace.
 
     A single instance is only shown; of several, each is compared with the first. For an instance
-    without a status page, the metric `pdstore_info` is read, which tells only the namespace's
-    digest.
+    without a status page, the metric `pdstore_info` is read, which tells only a digest.
     """
     peers = []
     for url in urls:

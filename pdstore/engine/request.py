@@ -1,8 +1,7 @@
 """EngineRequest: the state of one request, from its lookup to its last save, for any engine.
 
-An adapter asks an EngineRequest what to load and what to save, and tells it the outcome. An
-EngineRequest moves no bytes: the engine gives its plans to `KVPool`, which may be in another
-process.
+An adapter asks an EngineRequest what to load and what to save, and tells it the outcome. It moves
+no bytes: the engine gives its plans to `KVPool`, which may be in another process.
 """
 
 from __future__ import annotations
@@ -293,8 +292,8 @@ class EngineRequest:
     def end_prompt(self) -> None:
         """Ends the time of computing the prompt, once the answer has its first token.
 
-        A second call does nothing. An engine calls it for all requests of a step before it begins
-        the next step.
+        A second call does nothing. An engine calls it for all requests of a step before the next
+        step.
         """
         if not self._is_answering:
             self._is_answering = True

@@ -1,7 +1,6 @@
 """self_test: saves a prompt in the store, loads it elsewhere, and compares every byte.
 
-An engine runs it before it serves, with PDSTORE_SELFTEST=1. `pdstore doctor` runs it for the layout
-of a model.
+An engine runs it at its start, with PDSTORE_SELFTEST=1; `pdstore doctor`, for a model's layout.
 """
 
 from __future__ import annotations

@@ -109,10 +109,8 @@ class Handoff:
     namespace: P's, as `Namespace.hex`.
     pool_id: of the pool that P saves to, in hex.
     fields: P's `Namespace.described`, for a message that tells the differences.
-    last_block: the prefix hash of the prompt's last block, in hex: it names all tokens of the
-      prompt.
-    last_save: why P's last save fell short, so that D looks for `started` first; None if it did
-      not.
+    last_block: the prefix hash of the prompt's last block, in hex: it names the whole prompt.
+    last_save: None, or why P's last save fell short, so that D looks for `started` first.
     weights_files: the digest of P's weights' files, if PDSTORE_WEIGHTS names the weights.
     """
 
@@ -199,8 +197,7 @@ def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
 class Pulse:
     """Finds out from answers of the store whether another instance still beats.
 
-    One thread calls it. `asked_at` is when the store was asked, by `clock`; the answer is at least
-    as new.
+    One thread calls it. `asked_at`: when the store was asked, by `clock`; the answer is not older.
     ring: the keys of the beats, for which the store is asked.
     """
 

@@ -74,8 +74,7 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
     It covers every byte of a file of at most `whole_up_to` bytes, and of any file that is not
     safetensors. For a larger safetensors file it covers the header, every byte of small tensors,
     and evenly spaced samples of every other tensor, with that tensor's first and last bytes.
-    Reading every byte could delay the start of a large model by minutes, if its files are on
-    another host.
+    Reading all bytes could delay a large model's start by minutes, if its files are far away.
     """
     size = path.stat().st_size
     is_whole = size <= whole_up_to or path.suffix != ".safetensors"

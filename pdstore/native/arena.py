@@ -38,7 +38,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
 
 
 class ArenaCounts(NamedTuple):
-    """How many of an arena's slots are in each state, and how many slabs are cut into slots."""
+    """Counts of an arena's slots in each state, and of the slabs that are cut into slots."""
 
     stored: int
     reserved: int
@@ -111,8 +111,7 @@ class NativeArena:
       process had reserved are not reused; how long a call waits for the lock before it raises
       StoreTimeout.
     label: begins the errors' messages.
-    Raises StoreUnavailable for a file that is no arena, StoreFull if too many processes have it
-    open.
+    Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
     """
 
     def __init__(self, library: Library, fd: int, times: Sequence[float], label: str) -> None:
@@ -144,8 +143,7 @@ class NativeArena:
     def find(self, keys: Sequence[str], *, leases: bool) -> list[bool]:
         """Returns for each key whether it is stored.
 
-        leases: True to lease the leading keys that are stored, and to stop at the first missing
-          key.
+        leases: True to lease the leading stored keys, and to stop at the first missing key.
         """
         # A short call keeps Python's lock, because a busy engine would give it back late. A long
         # batch, or a call that has to wait for the arena's lock, releases Python's lock.
@@ -175,8 +173,7 @@ class NativeArena:
     def values(self) -> Iterator[tuple[str, int, float | None]]:
         """Yields key, bytes and seconds since the last use of each value, in no order.
 
-        The age is None if the stored time is impossible. The lock is held while one page of values
-        is read.
+        The age is None if the stored time is impossible. The lock is held for one page at a time.
         """
         page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
         while following.value >= 0:

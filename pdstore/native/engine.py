@@ -81,8 +81,8 @@ class Engine:
 
         items, ids: packed `abi.Item` and int64; copied before the call returns.
         stream: the copy begins after the work that this CUDA stream has queued; 0: at once.
-        ready: the handle of a CUDA event that the copy waits for instead; the event must live until
-          the copy has ended.
+        ready: the handle of a CUDA event that the copy waits for instead; it must live until the
+          copy ends.
         Raises LayoutError for items that do not fit, SwapError.
         """
         handle, submit = c_void_p(), self._library.short_calls.pds_submit
@@ -116,8 +116,7 @@ class Engine:
         """Writes values to files, and adds their headers and checksums; the engine's threads help.
 
         The header, with its `block.checksum`, is also written to memory. A file that exists stays
-        and counts as written. A file's directory is made if it is missing, but not the directory
-        above.
+        and counts as written. A file's directory is made if missing, but not the directory above.
 
         temporary: the beginning of temporary files' names, which nobody else uses, on the same file
           system; no such file stays.

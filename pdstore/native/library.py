@@ -213,8 +213,7 @@ class Library:
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
         """Sets the access and modification times of files in turn, until one fails.
 
-        Links are not followed. Returns how many files were set, and the errno of the next one, or
-        0.
+        Links are not followed. Returns how many were set, and the errno of the next file, or 0.
         """
         done, why = c_int64(), c_int32()
         ends = (byref(done), byref(why))
@@ -293,8 +292,7 @@ class LibraryLoader:
     def built(self, settings: Settings) -> Library | None:
         """Returns the library for host memory if it is built already; else None, without a warning.
 
-        For threads that must not wait for a compiler. A process looks for a built library only
-        once.
+        For threads that must not wait for a compiler. A process looks for a build only once.
         """
         if settings.native == "off":
             return None

@@ -135,10 +135,7 @@ class PrefixCacheManager:
         return self._start(keys, params, follows=True)
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
-        """Takes note of how saves ended (`JobResult.reason`), for P's next answers.
-
-        Any thread may call it.
-        """
+        """Notes how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
             if reason not in (Reason.CANCELLED, Reason.CLOSED):
                 self._last_save = reason and reason.value

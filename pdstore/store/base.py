@@ -1,8 +1,7 @@
 """The Store contract: what pdstore needs from anything that keeps blocks.
 
 The count that a store returns decides which slots are verified and scattered. So `count_of` and the
-functions next to it check each answer before it is used: an impossible answer is an error of the
-store.
+functions next to it check each answer before it is used: an impossible answer is the store's error.
 """
 
 # Decisions: docs/decisions/002-put-if-absent.md, docs/decisions/025-clear.md
@@ -59,17 +58,17 @@ class Store(ABC):
     - A block is visible whole or not at all, also after a crash of its writer.
     - Keys are given in prefix order, and every result is a number n: it means the first n keys.
     - A miss is a smaller number, never an exception. Exceptions are StoreErrors about the store
-    itself; their `num_done` is the number n of the leading keys that were served before.
+      itself; their `num_done` is the number n of the leading keys that were served before.
     - Methods block, are batched, and may be called from any thread at once. An empty batch returns
-    0 and does no I/O.
+      0 and does no I/O.
     - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
       `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
     - Once a call has returned or raised, the store keeps none of the caller's memory and writes
       no more to it.
     - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store that
-    keeps no clock says so in its docstring, and only evicts. The pool's id is never evicted.
+      keeps no clock says so in its docstring, and only evicts. The pool's id is never evicted.
     - A store's constructor does little. If the store is down, its calls raise, so that an engine
-    can start before its store.
+      can start before its store.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
     `pdstore.testing.StoreTests` is this contract as tests. What only some stores can do is in
@@ -161,10 +160,7 @@ class Lifecycle:
         self._refuses = True
 
     def end(self) -> bool:
-        """Ends the life; returns True only for the first call, if in the store's own process.
-
-        That call has to clean up.
-        """
+        """Ends the life; returns True if this call, in the store's own process, has to clean up."""
         first = not self.is_closed
         self._ended = True
         return first
@@ -246,7 +242,6 @@ def is_count(answer: object, most: int) -> TypeGuard[int]:
 def log_once(log: logging.Logger, line: str) -> None:
     """Logs a line at level INFO; does nothing if this logger has logged the same line lately.
 
-    For lines that stores log when they open: an instance's scheduler and workers may open the same
-    store in one process.
+    For lines that stores log when they open: both halves of an instance may open the same store.
     """
     log.info("%s", line)

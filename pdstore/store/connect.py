@@ -212,8 +212,7 @@ _REST = 50  # times the duration of the last look, which may have read every key
 class RoomWatch:
     """Asks a store for its room every `every_s` seconds, on a thread of its own.
 
-    There is no thread for a store that cannot tell its room. If the store fails, its last numbers
-    stay.
+    No thread is made for a store that cannot tell. If the store fails, its last numbers stay.
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:

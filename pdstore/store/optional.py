@@ -118,8 +118,7 @@ _VERBS: Mapping[str, str] = {
 }
 """Optional calls that `GuardedStore` guards, each with the method of `Store` that it is a form of.
 
-All other calls of optional protocols look up no key and move no value: there is nothing to guard or
-to measure.
+Other optional calls look up no key and move no value: there is nothing to guard or to measure.
 """
 
 

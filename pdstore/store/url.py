@@ -25,8 +25,8 @@ class StoreURL:
     A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses those
     that are left.
 
-    more_hosts: the hosts after the first one in `host1:port,host2`. A store that can use several
-      hosts empties it.
+    more_hosts: the hosts after the first in `host1:port,host2`. A store that can use them empties
+      it.
     """
 
     text: str
@@ -156,8 +156,7 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
 def without_secret(text: str) -> str:
     """Returns the URL, malformed or not, with its password replaced and without its options.
 
-    Everything between `://` and the last `@` may hold a password, except in schemes that have no
-    password.
+    Everything between `://` and the last `@` may hold a password, but in schemes without passwords.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")

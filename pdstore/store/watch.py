@@ -67,8 +67,7 @@ class Pace:
 class Waiter(ABC):
     """A waiter for keys, for `KeyWatch.add`.
 
-    The watch calls it on threads of its own, one call at a time. After it has returned None, it is
-    not called again.
+    The watch calls it on its own threads, one call at a time, and no more after it returned None.
     """
 
     @abstractmethod

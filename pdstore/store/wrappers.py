@@ -97,10 +97,10 @@ class GuardedStore(WrapperStore):
     it; their calls go through `around` as well.
 
     It counts calls by verb and outcome, their seconds, and the bytes that were got and put. After
-    `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
-    once, or StoreDenied if the last call was denied. Every `open_s`, one call is let through as a
-      probe. But if the last failure came quickly, as from a replica, all calls go through: they
-      cost little, and the store is used as soon as it works.
+    `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
+    StoreDenied if the last call was denied. Every `open_s`, one call is let through as a probe. But
+    if the last failure came quickly, as from a replica, all calls go through: they cost little, and
+    the store is used as soon as it works.
     """
 
     def __init__(

@@ -69,8 +69,7 @@ class Spans:
 
     Each request has one span. It contains a span for each phase, which contains a span for the
     store, from the phase's first store call to the end of its last. All belong to the trace in the
-    record's `traceparent`; a request without a `traceparent` begins a new trace. Any thread may
-    call it.
+    record's `traceparent`; without one, a new trace begins. Any thread may call it.
 
     provider: closed by `close`.
     """

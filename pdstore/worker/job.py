@@ -195,8 +195,7 @@ class Job:
     ) -> ChildJob | None:
         """Adds a worker to the job; returns None if there is nothing to do for it.
 
-        goes_on: called after each share; True if the worker should take this job's next share as
-          well.
+        goes_on: called after each share; True if the worker should take this job's next share too.
         left: called when the worker has left the job.
         """
         with self._lock:
@@ -380,8 +379,7 @@ class ChildJob:
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
         """Waits for the running copy, if there is one. The copy after it may already run.
 
-        following: waits for the copy after it, gives back its slots and ends its `copying`; None if
-          there is no such copy.
+        following: waits for the copy after it, gives back its slots and ends its `copying`.
         """
         finish, self._under_way = self._under_way, following
         if finish is not None:

@@ -51,10 +51,8 @@ class KVPool:
     namespace: `layout.namespace(...)`; keys of another namespace are refused.
     store: a store that the caller closes; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
-    range_bytes: about how many bytes a block range has; see `JobQueue` for what a worker moves in a
-      turn.
-    max_jobs: the most saves, and the most loads, that no worker has begun yet. Further ones are
-      dropped and counted.
+    range_bytes: about how many bytes a block range has; `JobQueue` tells what a worker takes.
+    max_jobs: most saves, and most loads, that wait for a worker. Others are dropped and counted.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """
@@ -140,14 +138,14 @@ class KVPool:
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
-            `NO_BLOCK` where a window has moved on; a list for each block table if the
-        layout has several. The ids are read at once; but in a list of tables, a table that is an
-        `array` of int64 is kept: do not change it before the job has ended. first_token: tokens
-          before it are stored already or being saved. ready: an event after which the paged cache
-        holds these tokens; None: after what the
-        calling thread's current stream has queued. handoff: publish the whole prompt under this
-        name: D is told when all of it is durable. after: saves that must end before this one
-        begins.
+            `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
+            several. They are read at once; but a table of several that is an `array` of int64 is
+            kept: do not change it before the job has ended.
+          first_token: tokens before it are stored already or being saved.
+          ready: an event after which the paged cache holds these tokens; None: after what the
+            calling thread's current stream has queued.
+          handoff: publish the whole prompt under this name: D is told when all of it is durable.
+          after: saves that must end before this one begins.
         """
         save = self.begin_save(
             keys, block_ids, first_token=first_token, handoff=handoff, after=after
@@ -170,8 +168,7 @@ class KVPool:
         The arguments are those of `save`. The caller says with `layers_done` what may be read; the
         job's deadline counts from the last such call. To give the save up, cancel the job.
 
-        starts: hand-offs to start, with the arguments of `start_handoff`, when the first layers are
-          saved.
+        starts: arguments of `start_handoff`, which is done when the first layers are saved.
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
@@ -216,8 +213,7 @@ class KVPool:
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
         first `job.result.num_tokens` tokens are there, and the engine can compute on after them.
         The other tokens were not stored any more, or did not verify, or a window before them has
-        NO_BLOCK: if windows have moved on, a load that falls short counts only the first
-        `first_token` tokens.
+        NO_BLOCK: if windows have moved on, a load that falls short counts only `first_token`.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
@@ -260,8 +256,7 @@ class KVPool:
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
         """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
 
-        P calls it if the router sends the request to D at the same time. num_tokens: tokens of the
-        whole prompt.
+        P calls it if the router asks D at the same time. num_tokens: tokens of the whole prompt.
         """
         self._heartbeat.begin_beats(handoff)
         return self._put_started(handoff, num_tokens)
@@ -285,8 +280,7 @@ class KVPool:
 
         It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits
         until the first call has ended. In the child of a fork nothing happens: the threads, the
-        device
-        and the store are the parent's.
+        device and the store are the parent's.
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):

@@ -60,8 +60,7 @@ class _Step(NamedTuple):
 class PinnedMemory:
     """Memory that is being pinned: four threads fault its pages in; one at a time registers.
 
-    The constructor starts it. If a span fails, the registered spans are unregistered, and `ready`
-    raises.
+    The constructor starts it. If a span fails, registered spans are unregistered; `ready` raises.
 
     view: the memory.
     slot_bytes: the size of a slot; no slot lies in two spans.

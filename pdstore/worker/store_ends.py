@@ -256,8 +256,7 @@ class InPlaceEnd(StoreEnd):
     are copied to private memory to find out which of them is wrong.
 
     A value may be evicted while a load copies from it. So after the copy the arena is asked which
-    values are still stored, and which were right when they were copied: only values with both
-    count.
+    values are still stored, and which were right when they were copied: only both together count.
 
     arena: the store of `ends`.
     memory: the arena's memory, which is being registered with the device; jobs wait for that.

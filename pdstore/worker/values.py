@@ -21,16 +21,12 @@ from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 Tables = tuple[Sequence[int], ...]
 
 RANGE_BYTES = 32 << 20
-"""About how many bytes a worker moves at a time.
-
-With smaller ranges, workers wait for Python's lock; larger ranges do not fit the cores' caches.
-"""
+"""About how many bytes a worker moves at a time. With smaller ranges, workers wait for Python's
+lock; larger ranges do not fit the cores' caches."""
 _MANY = 8
 RANGES_AT_ONCE = 8
 """Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
-
-Several workers still share the rest of a longer prompt.
-"""
+Several workers still share the rest of a longer prompt."""
 
 
 class BlockRange(NamedTuple):

@@ -122,10 +122,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Returns a miss for each page: SGLang calls this only for a draft model's pages.
-
-        pdstore does not keep them.
-        """
+        """Returns misses: SGLang calls this only for a draft model's pages, which are not kept."""
         return [None] * len(keys)
 
     def set(
@@ -150,10 +147,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._guarded(lambda: int(pool.clear()))
 
     def close(self) -> None:
-        """Ends running jobs and closes the connections. A second call does nothing.
-
-        SGLang calls it when it detaches the backend.
-        """
+        """Ends jobs and connections when SGLang detaches the backend. May be called twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

@@ -24,15 +24,13 @@ class PageWait:
     SGLang asks for a prompt's pages once, on one thread for all requests, while P may still be
     storing the last of them. SGLang passes no hand-off that says whether P stores the prompt at
     all. But P stores all pages of a prompt one after another: a page that appears during the wait
-    shows that the other pages are coming. They are then expected, and a load takes them up as they
-    come.
+    shows that the other pages are coming. They are then expected, and a load follows them.
 
     Three limits keep waits short: the time without a new page, the time of a whole wait with its
     load, and the number of waits in a row in which no page came. When that number is reached, a
     rest begins: a time in which no prompt is waited for.
 
-    One thread at a time may call `wait_for_pages`, and another one `arrivals`. Any thread may call
-    `close`.
+    One thread may call `wait_for_pages`, and another one `arrivals`; any thread may call `close`.
 
     settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait and the load of its batch.
     stall_s: seconds without a new page that end a wait or a load.

@@ -56,8 +56,7 @@ class ServedModel(NamedTuple):
 def settings_of(extra_config: Mapping[str, Any]) -> Settings:
     """Returns the settings; `--hicache-storage-backend-extra-config` wins over the environment.
 
-    Each key of that option is a setting in lower case without PDSTORE_, or an option that SGLang
-    reads itself.
+    Each key of that option is a setting in lower case without PDSTORE_, or SGLang's own option.
     Raises ConfigError.
     """
     return read_engine_settings(
@@ -176,12 +175,11 @@ class HostPages:
     """The pages of one rank's host pool.
 
     A page is stored as it lies in the host pool: the bytes of K, then the bytes of V; for MLA only
-    the latents. So K is one copy and V another. In the layout `layer_first` they are one copy for
-    each layer.
+    the latents. So K is one copy and V another; in the layout `layer_first`, each layer of K and of
+    V is.
 
     model: the layout for the namespace, which must be equal on P and D.
-    copied: the layout for `KVPool`, which copies the pages as bytes: each contiguous piece is a
-      layer.
+    copied: the layout for `KVPool`, which copies pages as bytes: a contiguous piece is a layer.
     caches: a tensor for each piece, [pages, tokens, 1, bytes of a token]; views of the host pool.
     """
 

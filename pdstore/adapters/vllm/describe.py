@@ -178,8 +178,7 @@ def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
     """Returns the model's layers in the layout's order, and their stages if there are several.
 
     All ranks of a pipeline call it at the same time, and tell each other what `own` returns. If
-    `own` raises LayoutError on one rank, every rank raises it: else the others would wait for that
-    rank.
+    `own` raises LayoutError on one rank, every rank raises it: else others would wait for that one.
     """
     ranks = parallel_state.get_pp_group()
     if ranks.world_size == 1:
@@ -335,10 +334,7 @@ def keys_of(
 
 @functools.lru_cache(maxsize=256)
 def _lora_digest(number: int, path: str) -> bytes | None:
-    """Returns a digest of a LoRA adapter's files; None, with a warning, if they cannot be read.
-
-    It is taken at the adapter's first request, when vLLM has just loaded the files.
-    """
+    """Digests a LoRA adapter's files at its first request, when vLLM has just loaded them."""
     try:
         weights = weights_revision(path, Settings.model_construct(weights=None))
         config = (Path(path) / "adapter_config.json").read_bytes()

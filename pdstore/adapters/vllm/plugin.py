@@ -59,8 +59,7 @@ def _register() -> None:
 def log_where_vllm_logs() -> None:
     """Lets vLLM's handlers print pdstore's log lines, unless the user has set up handlers.
 
-    Some versions of vLLM set up their handlers after they have loaded plugins, so each connector
-    calls this again.
+    Some versions of vLLM set handlers up after they have loaded plugins: connectors call it again.
     """
     ours, theirs = logging.getLogger("pdstore"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:

@@ -82,10 +82,7 @@ class PDStoreConnectorScheduler:
         self._aborted: list[HandoffId] = []
 
     def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
-        """Opens the prefix cache for the workers' layouts.
-
-        Raises ConfigError if there are none or they differ.
-        """
+        """Takes the workers' layouts. Raises ConfigError if there are none or they differ."""
         layout = RankLayout.common(ranks)
         namespace = layout.namespace
         self.saves.block_tokens = layout.block_tokens
@@ -266,8 +263,7 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
 class Saves:
     """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
 
-    A save holds references to its blocks. So the blocks outlive the request, and no step waits for
-    a save.
+    A save holds references to its blocks: they outlive the request, and no step waits for a save.
 
     Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 exposes only the
     blocks that each step adds, so they are added up here. That is right only for a single KV group,

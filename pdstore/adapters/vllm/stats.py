@@ -84,8 +84,8 @@ class StepMetrics(Metrics):
     """Metrics that also accumulate their changes since the last step.
 
     Decision: each change is recorded when it is made. Without such records, each step would have to
-    compare all 540 samples of the registry, which takes milliseconds, although a step changes only
-    a few of them.
+    compare all 540 samples of the registry, which takes milliseconds, although a step changes but a
+    few.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,8 @@ Spec = TypeVar("Spec", LoadSpec, SaveSpec)
 class _Running(Generic[Spec]):
     """A load or a save from its start until its end is reported.
 
-    job: None if it could not begin, or if there is nothing to load. end: set, on any thread, when
-      the job has ended.
+    job: None if it could not begin, or has nothing to load. end: set on any thread, at the job's
+      end.
     """
 
     spec: Spec
@@ -275,8 +275,7 @@ class OpenSaves:
 
     layout: of the pool; None while there is none.
     layers: names, in order, of the cache's first layers, which may be saved during the step.
-    ends_late: True if a step ends only after tokens are drafted: then workers begin when the last
-      layer is queued.
+    ends_late: True if a step ends after drafting: workers then begin when the last layer is queued.
     """
 
     layout: Layout | None = None

@@ -60,8 +60,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: the segment (host:port) to put to first.
     ssd_path: a directory to which an `embedded` process moves values that its memory is too small
       for; "" means none.
-    connections: how many connections move values. Over TCP, the library copies with one thread for
-      each.
+    connections: how many connections move values. Over TCP, each has a thread of the library.
     lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest one that any
       release of Mooncake has.
     """
@@ -224,8 +223,7 @@ class Library:
     def connect_data(self, *, is_first: bool = True) -> Raw | int:
         """Returns an object that moves values, or the code of its setup if that failed.
 
-        is_first: False for an object that lends no memory, because another one of this process
-          does.
+        is_first: False for an object that lends no memory, because another one does.
         """
         config = self._config
         segment = config.segment if is_first and config.topology == "embedded" else 0

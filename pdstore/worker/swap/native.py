@@ -127,8 +127,8 @@ class NativeSwap(Swap):
         """Starts a copy; the cache's blocks and the payloads must stay as they are until its end.
 
         stream: handle of a CUDA stream; the copy begins after the work it has queued.
-        ready: handle of a CUDA event that the copy waits for; the event must live until the copy
-          has ended.
+        ready: handle of a CUDA event that the copy waits for; it must live until the copy has
+          ended.
         Raises SwapError if the stream is being captured into a graph.
         """
         return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
