@@ -188,7 +188,7 @@ class ArenaStore(Store):
 
         Returns None if any value is missing or is seen to be wrong, or if the lock is not free
         soon. Values are verified after they are copied, and may be evicted meanwhile: so the caller
-          waits for the copies and calls `confirm`. Raises LayoutError or SwapError if they cannot
+        waits for the copies and calls `confirm`. Raises LayoutError or SwapError if they cannot
           begin.
         """
         return self._arena.start_scatter(batch, address_of(self._enter()))

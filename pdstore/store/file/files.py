@@ -133,7 +133,7 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
     """Reads a file into `piece`. Returns its length, or a larger number than `piece` has bytes.
 
     `spare` is one more byte, which only a file that is too long fills: so the file's length need
-      not be asked for.
+    not be asked for.
     """
     fd = os.open(path, _READ)
     try:
