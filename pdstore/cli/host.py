@@ -172,7 +172,8 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
 def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
     """Returns the tmpfs that a path is in, and whether it gives huge pages; None if in no tmpfs.
 
-    A path belongs to the mount at the nearest directory above it; of several there, to the last.
+    A path belongs to the mount at the nearest directory above it; of several mounts there, to the
+    last.
     """
     nearest, kind, options = Path(), "", ""
     for line in mounts.splitlines():

@@ -103,7 +103,8 @@ def checksum(value: memoryview) -> int:
 
     A digest is the xxh3_64 of one chunk: CHUNK_BYTES of the payload. The last chunk is filled up
     with zeros. The payload's length follows the digests. Each digest and the length have eight
-    bytes, little-endian; a value without a payload has neither. Thanks to chunks a GPU can sum it.
+    bytes, little-endian; a value without a payload has neither. A GPU can compute the checksum
+    because the chunks' digests can be computed in parallel.
     """
     payload = value[HEADER_BYTES:]
     chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)]

@@ -199,7 +199,7 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
+        """The number of pipeline stages; 1 without a pipeline."""
         return 1 if self.pipeline is None else self.pipeline.num_stages
 
     def range_of(self, layer: int) -> int:

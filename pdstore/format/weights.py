@@ -87,7 +87,7 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
 
 
 def _spans_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Returns the spans to read of a large safetensors file; one of the whole file if it is bad."""
+    """Returns what to read of a large safetensors file; the whole file if its header is bad."""
     data_at = 8 + int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(b"".join(_read(file, 8, min(data_at, _LARGEST_HEADER))))

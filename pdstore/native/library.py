@@ -244,7 +244,7 @@ _addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 class LibraryLoader:
     """Finds or builds the library; loads the one for GPUs and the one for host memory only once.
 
-    find, find_built: called as `find_library` and `find_built` of the build.
+    find, find_built: called as `find_library` and `find_built` of pdstore.native.build.
     """
 
     def __init__(

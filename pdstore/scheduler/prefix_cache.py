@@ -158,8 +158,8 @@ class PrefixCacheManager:
         Give the returned HandoffId to the pool unchanged: it names this instance, whose beats have
         that name while the pool saves.
 
-        params: the request's own. If they already hold a hand-off id, that id is used instead of a
-          new one: a router that asks P and D at the same time has chosen it.
+        params: the request's `kv_transfer_params`. If they already hold a hand-off id, that id is
+          used instead of a new one: a router that asks P and D at the same time has chosen it.
         A read-only instance (PDSTORE_PUBLISH=0) returns empty params, so that no D waits for it.
         """
         asked = Handoff.of(params)

@@ -139,8 +139,8 @@ class KVPool:
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
             `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
-            several. They are read at once; but a table of several that is an `array` of int64 is
-            kept: do not change it before the job has ended.
+            several. The ids are read at once. But of several tables, one that is an `array` of
+            int64 is kept: do not change it before the job has ended.
           first_token: tokens before it are stored already or being saved.
           ready: an event after which the paged cache holds these tokens; None: after what the
             calling thread's current stream has queued.

@@ -259,7 +259,7 @@ class Staging:
                 self._changed.notify_all()
 
     def _available(self, direction: Direction) -> int:
-        """Free slots less those that are kept for the other direction; 0 before they are pinned."""
+        """Counts free slots not kept for the other direction; 0 before the memory is pinned."""
         if not self.memory.is_ready():
             return 0
         other = Direction.SAVE if direction is Direction.LOAD else Direction.LOAD

@@ -36,7 +36,7 @@ class PageWait:
     stall_s: seconds without a new page that end a wait or a load.
     batch_pages: the most pages that SGLang asks for at once. A batch of that many pages is probably
       followed by another batch of the same prompt.
-    most_vain: how many waits in a row without a new page begin the rest.
+    most_vain: after so many waits in a row without a new page, the rest begins.
     rest_s: seconds of the rest. A prompt whose pages are all stored ends it early.
     clock: monotonic seconds.
     """

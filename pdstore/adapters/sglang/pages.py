@@ -44,7 +44,7 @@ class ServedModel(NamedTuple):
     dtype: torch's name of the KV cache's element type.
     weights: the weights' revision.
     rope: as `Layout` takes it.
-    quantization: SGLang's arguments about quantization and KV scales; None if it has none.
+    quantization: SGLang's arguments about quantization and KV scales; None if none of them is set.
     """
 
     dtype: str
@@ -100,7 +100,7 @@ def warn_of_haste(settings: Settings, args: Any) -> None:
 
 
 def server_arguments() -> Any:
-    """Returns the ServerArgs of this process. Raises ConfigError if SGLang has none."""
+    """Returns the ServerArgs of this process. Raises ConfigError if it has none."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -175,8 +175,8 @@ class HostPages:
     """The pages of one rank's host pool.
 
     A page is stored as it lies in the host pool: the bytes of K, then the bytes of V; for MLA only
-    the latents. So K is one copy and V another; in the layout `layer_first`, each layer of K and of
-    V is.
+    the latents. So K takes one copy and V another; in the layout `layer_first`, each layer of K and
+    of V takes one.
 
     model: the layout for the namespace, which must be equal on P and D.
     copied: the layout for `KVPool`, which copies pages as bytes: a contiguous piece is a layer.

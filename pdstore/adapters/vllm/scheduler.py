@@ -55,8 +55,8 @@ class PDStoreConnectorScheduler:
       host answers in a fraction of a millisecond. Without an answer, a request waits for the next
       step, and steps may be long.
 
-    saves: plans the saves. Its `block_pool` must be set to vLLM's BlockPool, whose reference counts
-      hold the blocks of saves.
+    saves: the planner of the saves. Its `block_pool` must be set to vLLM's BlockPool, whose
+      reference counts hold the blocks of saves.
     """
 
     settings: Settings

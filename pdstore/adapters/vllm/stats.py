@@ -73,7 +73,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
-    """Returns the stats of one connector, by its class's name; MultiConnector's hold several."""
+    """Returns `connector`'s stats: MultiConnector's stats hold those of several connectors."""
     if given is None or isinstance(given, PDStoreStats):
         return given
     found = given.data.get(connector)

@@ -283,7 +283,7 @@ class OpenSaves:
     ends_late: bool = False
 
     def __post_init__(self) -> None:
-        self._ends: dict[str, int] = {}  # each range's last layer: the number of layers up to it
+        self._ends: dict[str, int] = {}  # number of layers up to a range's last layer, by its name
         if self.layout is not None:
             whole = self.layout.num_whole_ranges
             counts = range(1, len(self.layers) + 1)

@@ -48,8 +48,8 @@ class ArenaStore(Store):
     P's GPU copies into the very bytes that D's GPU copies from (`fill`, `start_scatter`).
 
     A slab is cut into slots of one size. A new value takes the place of the value that was used
-    longest ago; a slab gets another slot size when all of its values are older than that one. Tails
-    and markers are missing after `PDSTORE_HANDOFF_TTL_S`.
+    longest ago; a slab gets another slot size when its values were all used longer ago than that
+    one. Tails and markers are missing after `PDSTORE_HANDOFF_TTL_S`.
 
     The lock is held while the index changes, never while bytes move. A process that is killed, at
     any point, leaves only misses. While a process that holds the lock is stopped, other processes'

@@ -157,7 +157,7 @@ def _delete(path: str) -> None:
 
 
 def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields what is in a directory, and nothing for a link, a file or a missing one."""
+    """Yields the entries of a directory; nothing if the path is a link, a file or missing."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:

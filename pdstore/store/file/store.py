@@ -61,7 +61,8 @@ class FileStore(Store):
     built: returns the native library if it is built already, else None, so that no lookup waits for
       a compiler.
 
-    The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
+    The constructor makes the directory. Raises ConfigError or StoreDenied if the directory cannot
+    be used.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _ROUNDS = 3
 """Most sends of one command: to the node that had its slot, then to nodes that have it now."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
-"""Replies after which another node may have the key. A time-out is none: it cost enough time."""
+"""Replies after which another node may have the key. Not a time-out: it cost enough time."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
 """Replies after which the slot may have another node, or a node again, by the next call."""

@@ -124,7 +124,7 @@ class RedisStore(Store):
         list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
+        """Forgets a namespace. A value stored meanwhile goes only if the scan still meets it."""
         for page in self._pages(prefix_of(namespace)):
             list(self._replies([("UNLINK", key) for key in page]))
 

@@ -86,7 +86,7 @@ class Swap(ABC):
     """The calls that put a copying thread on the device; None takes a `CudaApi`."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if the device can wait on it; else blocks until it fires: None."""
+        """Returns `ready` if the device can wait for it; else waits here and returns None."""
         if ready is not None:
             ready.synchronize()
         return None
