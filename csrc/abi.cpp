@@ -9,7 +9,7 @@ namespace {
 
 using pds::guarded, pds::report;
 
-// Calls body(device) on a device from a caller's thread.
+// Calls body(device) while the caller's thread is on that device.
 template <typename Body>
 int32_t on_device(int32_t index, const char *call, pds_error *error, Body body) {
   return guarded(error, [&] {
@@ -103,9 +103,9 @@ extern "C" int32_t pds_populate(uint64_t address, int64_t bytes) {
   if (address == 0 || bytes < 1) return PDS_ERR_ARGUMENT;
   if (address % kPage == 0) {
     if (madvise(reinterpret_cast<void *>(address), bytes, kPopulateWrite) == 0) return PDS_OK;
-    if (errno != EINVAL) return PDS_ERR_MEMORY;  // a touch would be a SIGBUS
+    if (errno != EINVAL) return PDS_ERR_MEMORY;  // touching it would raise SIGBUS
   }
-  // In one step: what others write to the same memory meanwhile is not undone.
+  // Atomic, so that what others write to the same memory meanwhile is not undone.
   auto *memory = reinterpret_cast<char *>(address);
   for (int64_t at = 0; at < bytes; at += kPage) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
   __atomic_fetch_or(memory + bytes - 1, 0, __ATOMIC_RELAXED);

@@ -9,7 +9,7 @@
 
 namespace pds {
 
-// A value that is summed after its copy, by its number in the call, with the header it had before.
+// A value that is summed after its copy: its number in the call, and its header before the copy.
 struct Awaited {
   int64_t number, payload_bytes;
   std::array<char, 64> header;
@@ -50,7 +50,7 @@ struct pds_arena {
 
 namespace pds::arena {
 
-// False for keys that are too long, or none.
+// False if a key is empty or too long.
 bool read_keys(const char *text, int64_t count, Keys *keys);
 bool are_kinds(const uint8_t *kinds, int64_t count);
 bool are_sizes(const int64_t *sizes, int64_t count, int64_t smallest);

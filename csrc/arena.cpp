@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kLookForEnd = 100'000'000;  // ns
 
-// Keeps reads before it from moving behind it. A checker of races does not know fences.
+// Keeps earlier reads from moving after this call. Thread sanitizers do not know fences.
 void after_reads() {
 #if !defined(__SANITIZE_THREAD__)
   std::atomic_thread_fence(std::memory_order_acquire);
@@ -31,13 +31,13 @@ void read_boot(char (&boot)[40]) {
   close(file);
 }
 
-// The first bytes of a file; null if they cannot be mapped.
+// Maps the first bytes of a file; returns null if they cannot be mapped.
 char *map(int file, int64_t bytes) {
   void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
   return mapped == MAP_FAILED ? nullptr : static_cast<char *>(mapped);
 }
 
-// False for a file that is no arena of this version and this boot, or not as long as it says.
+// False for a file that is no arena of this version and boot, or not as long as its header says.
 bool read_geometry(int file, Geometry *geometry) {
   struct stat status;
   if (fstat(file, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Header)))
@@ -78,8 +78,8 @@ int32_t format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed) 
 int32_t Arena::open(int file, const pds_arena_options &options, std::unique_ptr<Arena> *made) {
   Geometry geometry;
   if (!read_geometry(file, &geometry)) return PDS_ERR_FORMAT;
-  // Locks end with the last reference to an open file, and a mapping, which a forked child has too,
-  // is one: so the file is opened once more for them.
+  // Locks end with the last reference to an open file. A mapping is a reference, and a forked child
+  // has it as well: so the file is opened once more, for the locks alone.
   const std::string path = "/proc/self/fd/" + std::to_string(file);
   const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) return PDS_ERR_SYSTEM;
@@ -125,8 +125,8 @@ int32_t Arena::while_open(Body body) {
   }
 }
 
-// Calls body(now) with the lock; once more where the index contradicted itself and was rebuilt.
-// `close` waits for no call that waits for a stopped process, nor long for that process itself.
+// Calls body(now) with the lock. If the index contradicts itself, rebuilds it and calls body again.
+// `close` ends waits for a lock that a stopped process holds.
 template <typename Body>
 int32_t Arena::with_lock(int64_t lock_ns, Body body) {
   Header &header = index_.header();
@@ -172,7 +172,7 @@ int32_t Arena::close() {
     const std::unique_lock<std::shared_mutex> alone(calls_);
     try {
       with_lock(-1, [&](int64_t now) { index_.rest(Index::Whose::kOwn, now); });
-    } catch (const std::bad_alloc &) {  // then they are found by others, as after a death
+    } catch (const std::bad_alloc &) {  // then others free the slots, as after a death
     } catch (const Damaged &) {
     }
   }
@@ -217,7 +217,7 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
   return while_open([&] {
     places->reserve(keys.size());
     const int32_t code = with_lock(lock_ns, [&](int64_t now) {
-      for (const Place &place : *places) {  // of an attempt before the index was rebuilt
+      for (const Place &place : *places) {  // reserved before the index was rebuilt
         index_.free_if_reserved(place.slot, place.generation);
       }
       places->clear();
@@ -238,8 +238,8 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
   });
 }
 
-// Has the file system give the memory of slots, without which writing to them would be a SIGBUS;
-// of whole slots, because the next value there may be longer.
+// Has the file system allocate the memory of slots, else writing to them could raise SIGBUS. It
+// allocates whole slots, because the next value in a slot may be longer.
 int32_t Arena::back(Places *places) {
   for (size_t i = 0; i < places->size(); ++i) {
     const int64_t bytes = (*places)[i].unbacked, at = geometry_.data_at + (*places)[i].offset;

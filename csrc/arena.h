@@ -1,8 +1,8 @@
 // One process's view of an arena: a file that many processes map, with values by key.
 //
-// Decision: the lock is held while descriptors change and never while bytes move. Whoever copies a
-// value out looks at its slot's generation afterwards: as long as that is the one it found, the
-// bytes were those of the value.
+// Decision: the lock is held while descriptors change and never while bytes move. After a value was
+// copied out, its slot's generation is read again: if it has not changed, the copied bytes were
+// those of the value.
 // Decision: docs/decisions/028-arena.md
 #pragma once
 #include <memory>
@@ -15,21 +15,21 @@ namespace pds::arena {
 
 using Keys = std::vector<std::string_view>;
 
-// Where a value is or will be. A slot of -1 is none.
+// Where a value is or will be. A slot of -1 means no place.
 struct Place {
   int64_t slot = -1;
   uint64_t generation = 0;
-  int64_t offset = 0;    // of the values' memory
-  int64_t unbacked = 0;  // bytes that the file system must give before they are written
+  int64_t offset = 0;    // in the values' memory
+  int64_t unbacked = 0;  // bytes that the file system must allocate before a write
 };
 using Places = std::vector<Place>;
 
-// Makes an empty file an arena. A code of pdstore.h.
+// Turns an empty file into an arena. Returns a code of pdstore.h.
 int32_t format(int file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
 
 class Arena {
  public:
-  // The descriptor stays the caller's. Codes of pdstore.h, as all below.
+  // The caller closes the descriptor. Functions of this class return codes of pdstore.h.
   static int32_t open(int file, const pds_arena_options &options, std::unique_ptr<Arena> *made);
   ~Arena();
   Arena(const Arena &) = delete;
@@ -37,26 +37,26 @@ class Arena {
 
   const Geometry &geometry() const { return geometry_; }
 
-  // After it no call of this process is in the index. In the child of a fork: only lets go of the
-  // parent's locks, which must not live as long as the child.
+  // Waits until no call of this process uses the index. In the child of a fork it only closes the
+  // child's copy of the file, so that the parent's locks end with the parent.
   int32_t close();
 
   // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
-  // stored: of each key. leases: leases the first ones, and looks no further than they go.
+  // stored: set for each key. leases: leases the leading stored keys, and stops after them.
   int32_t find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
-  // places: of the first keys for which there is room; none for what is stored.
+  // places: of the leading keys for which there is room; without a slot for a stored key.
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
                   int64_t lock_ns);
-  // done: how many of the first were still this process's, and are stored now.
+  // done: how many leading places this process still owned; their values are stored now.
   int32_t publish(const Places &places, int64_t *done, int64_t lock_ns);
-  // Gives back what is reserved; if the lock is not free in time, the next call does so.
+  // Frees reserved places; if the lock is not free in time, the next call frees them.
   int32_t abandon(const Places &places);
   void abandon_later(const Places &places);
-  // places: of the first keys that are stored and have the size.
+  // places: of the leading keys that are stored with this size.
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns);
-  // Counts the first that are what they were when their places were given.
+  // Counts the leading places that still hold the value that they were given for.
   int64_t still_there(const Places &places);
   int32_t wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);
@@ -81,10 +81,10 @@ class Arena {
   const int32_t process_;
   Owner owner_;
   Index index_;
-  std::shared_mutex calls_;  // shared by those that run
+  std::shared_mutex calls_;  // held shared by running calls
   std::atomic<bool> is_over_{false};
   std::mutex mutex_;  // guards abandoned_
-  Places abandoned_;  // without the lock; else they would stay reserved while this process lives
+  Places abandoned_;  // to be freed by the next call that gets the lock
 };
 
 }  // namespace pds::arena

@@ -44,8 +44,8 @@ int32_t with_keys(pds_arena *arena, const char *text, int64_t count, Body body) 
   });
 }
 
-// A slot may get another value while it is copied: its generation says so afterwards, and then the
-// copy counts for nothing. A checker of races cannot know.
+// A slot may get another value while it is copied: its generation tells that afterwards, and the
+// copy is not used. Thread sanitizers cannot know that.
 #if defined(__SANITIZE_THREAD__)
 __attribute__((no_sanitize("thread"), noinline)) void copy(char *to, const char *from,
                                                            int64_t bytes) {
@@ -71,7 +71,7 @@ int32_t put_batch(Arena &arena, int64_t lock_ns, uint64_t memory, const Keys &ke
   }
   const int32_t failed = arena.publish(places, done, lock_ns);
   if (failed != PDS_OK) {
-    arena.abandon_later(places);  // the lock has just not been free
+    arena.abandon_later(places);  // the lock was not free just now
     return failed;
   }
   return *done < static_cast<int64_t>(keys.size()) ? PDS_ERR_FULL : PDS_OK;

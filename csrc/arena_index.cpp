@@ -20,19 +20,19 @@ constexpr int kLongestChain = 4096;
 
 int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
 
-// Tails have as many sizes as a block has tokens: they share slots of 1, 2, 3, 4, 6, 8, 12, ...
+// Tails have as many sizes as a block has tokens: they share slots of 1, 2, 3, 4, 6, 8, ... units.
 int64_t rounded(int64_t units) {
   int64_t power = 1;
   while (power < units) power *= 2;
   return power >= 4 && power / 4 * 3 >= units ? power / 4 * 3 : power;
 }
 
-// A word: whether somebody waits, the number of the entry, which of its lives.
+// An owner's word: a bit if somebody waits, the entry's number, and the number of the entry's life.
 constexpr uint32_t kWaiting = 0x80000000, kLifeMask = 0x003fffff;
 constexpr int kEntryShift = 22;
 static_assert(kNumOwners << kEntryShift <= kWaiting);
 
-constexpr off_t kLocksAt = off_t{1} << 60;  // behind every file's end
+constexpr off_t kLocksAt = off_t{1} << 60;  // after the end of any file
 constexpr int64_t kLookAgain = 2'000'000;   // ns: a holder's death is seen within it
 
 flock record_of(uint32_t entry) {
@@ -83,7 +83,7 @@ bool Owner::lives(uint32_t word) const {
   if (entry >= kNumOwners) return false;
   if (entry == entry_of(word_)) return (word & ~kWaiting) == word_;
   flock record = record_of(entry);
-  if (fcntl(file_, F_OFD_GETLK, &record) != 0) return true;  // in doubt it does
+  if (fcntl(file_, F_OFD_GETLK, &record) != 0) return true;  // in doubt it lives
   return record.l_type != F_UNLCK && header_->lives[entry].load() == (word & kLifeMask);
 }
 

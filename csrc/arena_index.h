@@ -1,10 +1,10 @@
 // The index of an arena: slots by key, by size, by use. Every call is made with the lock held.
 //
-// Decision: nothing that is read from the file is believed. A slot's number is checked before its
-// descriptor is looked at, a list's link must be answered from the other side, a chain has an end;
-// what contradicts itself throws Damaged, and the caller rebuilds lists, chains and counts from the
-// descriptors. These are written in an order that leaves each one right whenever its writer dies:
-// the state last when something begins, the generation first when it ends.
+// Decision: nothing that is read from the file is trusted. A slot's number is checked before its
+// descriptor is read, a list's link needs one that leads back, a chain must end. A contradiction
+// throws Damaged, and the caller rebuilds lists, chains and counts from the descriptors. These are
+// written in an order that leaves each one right whenever its writer dies: when a use of the slot
+// begins, the state is written last; when it ends, the generation first.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -23,9 +23,9 @@ int64_t now_ns();  // the same clock in every process of this boot
 int futex_wait(std::atomic<uint32_t> &word, uint32_t seen, int64_t ns);
 void futex_wake(std::atomic<uint32_t> &word, int count);
 
-// One open arena's entry among the owners. The word is unlike that of every earlier owner. Whether
-// an owner lives is asked of the kernel: each holds a record lock (F_OFD_SETLK) on a byte of its
-// own, which ends with its process, also across containers that do not see each other's processes.
+// One open arena's entry among the owners. Its word differs from those of all earlier owners. The
+// kernel tells whether an owner lives: each holds a record lock (F_OFD_SETLK) on a byte of its own,
+// which ends with its process, also across containers that do not see each other's processes.
 // Decision: docs/decisions/028-arena.md
 class Owner {
  public:
@@ -41,7 +41,7 @@ class Owner {
   uint32_t word_ = 0;
 };
 
-enum class Locked { kNo, kYes, kAfterDeath };  // the last one held it when it died
+enum class Locked { kNo, kYes, kAfterDeath };  // kAfterDeath: its last holder died
 
 // Waits at most until `deadline_ns`.
 Locked lock(Header &header, const Owner &owner, int64_t deadline_ns);
@@ -58,7 +58,7 @@ class Unlock {
 
 struct Damaged {};
 
-// The age of a time in the file; a time that cannot be is infinitely old.
+// The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
   return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
 }
@@ -77,20 +77,19 @@ class Index {
   uint32_t find(std::string_view key, int64_t now);
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
-  // A slot for a value, reserved for this owner; kNone when there is no room. Evicts what is not
-  // kept, the oldest first; for a marker also what is kept.
+  // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
+  // kept, the oldest first; for a marker also kept values.
   uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
-  // Gives up what a slot holds.
+  // Frees a slot, whatever it holds.
   void free(uint32_t id);
-  // Gives up a reserved slot that nobody else must get before that time.
+  // Gives up a reserved slot, which nobody else may get before the time `until`.
   void set_aside(uint32_t id, int64_t until);
-  // Sets aside the reserved slots of owners that are dead, or this owner's own: a device may still
-  // write to them.
+  // Sets aside reserved slots of dead owners, or of this one: a device may still write to them.
   enum class Whose { kDead, kOwn };
   void rest(Whose whose, int64_t now);
-  // These are for what a caller remembers: nothing happens to a slot that is not its own any more.
+  // For slots that a caller remembers: false, or no effect, for a slot that it no longer owns.
   bool is_reserved(int64_t id, uint64_t generation);
   void free_if_reserved(int64_t id, uint64_t generation);
   // The bytes that a slot has room for.
@@ -112,9 +111,9 @@ class Index {
   // Makes lists, chains and counts anew from the descriptors.
   void rebuild();
 
-  // Checked: an id of a slot that there is now.
+  // Throws Damaged unless there is a slot of this id now.
   Slot &slot(uint32_t id);
-  // For readers without the lock: null for what is no id.
+  // For readers without the lock: null if no slot can have this id.
   Slot *unlocked(int64_t id);
   int64_t offset_of(uint32_t id);
 

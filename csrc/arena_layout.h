@@ -1,12 +1,12 @@
-// The layout of an arena's file: header, slabs, hash heads, slots, and from a huge page's border
-// on the values.
+// The layout of an arena's file: header, slabs, hash heads, slots' descriptors and, from the start
+// of a huge page on, the values.
 //
-// Decision: values lie in slabs, each cut into slots of one size. A slab is the piece in which the
-// memory is registered with a device, so that no value straddles two. Every slot that a slab could
-// have has a descriptor at a place that follows from its number: the file is sparse, so what is not
-// used costs nothing, and no descriptor is ever allocated. Only the descriptors' own fields say
-// what is stored; lists, hash chains and counts follow from them and are built anew whenever a
-// process died while it changed them.
+// Decision: values lie in slabs, each cut into slots of one size. Each slab is registered with a
+// device by itself, so that no value lies in two registered ranges. Every slot that a slab could
+// have has a descriptor at a place that follows from its number: the file is sparse, so unused
+// descriptors cost nothing, and none is ever allocated. Only the descriptors' own fields say what
+// is stored; lists, hash chains and counts follow from them and are built anew if a process died
+// while it changed them.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace pds::arena {
 
 constexpr uint64_t kMagic = 0x616e657261534450;  // "PDSarena"
 constexpr uint32_t kVersion = 3;
-constexpr int64_t kUnit = 4096;  // slots are multiples of it
+constexpr int64_t kUnit = 4096;  // slot sizes are multiples of it
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int kMaxKeyBytes = 200;
 constexpr uint32_t kNumOwners = 512;  // stores that have the arena open at once
@@ -52,15 +52,15 @@ struct Slab {
 };
 
 struct Slot {
-  std::atomic<uint64_t> generation;  // changes whenever what was stored or reserved is given up
+  std::atomic<uint64_t> generation;  // changes whenever a stored or reserved value is given up
   std::atomic<State> state;
   uint8_t kind, key_bytes;
-  uint8_t is_backed;  // the file system has given the memory
+  uint8_t is_backed;  // the file system has allocated the memory
   uint32_t hash;
   int64_t bytes, lease_end, used_at;
   uint32_t owner;         // an Owner's word
   uint32_t newer, older;  // in its class's list
-  uint32_t chain;         // of its hash head
+  uint32_t chain;         // the next slot of its hash head
   char key[kMaxKeyBytes];
 };
 static_assert(sizeof(Slot) == 256);
@@ -80,14 +80,14 @@ struct Header {
   Class classes[kNumClasses];
 };
 
-// Where things are in a file. Made from what the caller wants or what a header says, checked once,
-// and never read from the file again.
+// The offsets and sizes in a file. They are computed from what the caller wants or a header says,
+// checked once, and never read from the file again.
 struct Geometry {
   int64_t data_bytes = 0, slab_bytes = 0;
   int64_t num_slabs = 0, num_heads = 0, slots_per_slab = 0;
   int64_t slabs_at = 0, heads_at = 0, slots_at = 0, data_at = 0;
 
-  // False for sizes that no arena has.
+  // False for sizes that no arena can have.
   bool make(int64_t wanted_data_bytes, int64_t wanted_slab_bytes) {
     constexpr int64_t kMostSlabs = 1 << 17, kLargest = int64_t{1} << 46;
     data_bytes = wanted_data_bytes, slab_bytes = wanted_slab_bytes;

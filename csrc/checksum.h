@@ -1,9 +1,9 @@
-// The checksum of a stored value: xxh3_64 of its header without the sum itself, and, if it has a
-// payload, of the digests of its chunks in their order and of its length. A chunk's digest: xxh3_64
-// of its 4 KiB, the last with zeros behind it.
+// The checksum of a stored value: xxh3_64 of its header without the sum itself and, if it has a
+// payload, of the digests of the payload's chunks, in order, and its length. A chunk's digest is
+// the xxh3_64 of its 4 KiB; the last chunk is filled up with zeros.
 //
-// Decision: chunks, so that a GPU sums what it has copied: four of its threads sum a chunk, and a
-// range of a load has enough of them for all. A sum of all bytes in a row is one thread's work.
+// Decision: chunks allow a GPU to sum what it has copied: four threads sum a chunk, and a block
+// range has enough chunks for all threads. A sum of all bytes in a row would be one thread's work.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -23,13 +23,13 @@ constexpr int64_t num_chunks_of(int64_t payload_bytes) {
 }
 inline uint64_t digest_of_chunk(const char *chunk) { return XXH3_64bits(chunk, kChunkBytes); }
 
-// True if a header begins so and holds this sum.
+// True if a header begins with `start` and holds this sum.
 inline bool is_header(const char *header, const char *start, uint64_t sum) {
   return std::memcmp(header, start, kSummedOfHeader) == 0 &&
          std::memcmp(header + kSummedOfHeader, &sum, sizeof sum) == 0;
 }
 
-// Completes a header. Little-endian, as every machine this is built for.
+// Writes a header. The sum is little-endian, like every machine that this is built for.
 inline void set_header(char *header, const char *start, uint64_t sum) {
   std::memcpy(header, start, kSummedOfHeader);
   std::memcpy(header + kSummedOfHeader, &sum, sizeof sum);
@@ -40,7 +40,7 @@ class Sum {
   Sum() { XXH3_64bits_reset(&state_); }
 
   void add_header(const char *value) { XXH3_64bits_update(&state_, value, kSummedOfHeader); }
-  // Adds bytes of a payload, in order: whole chunks, but for the last of all.
+  // Adds bytes of a payload, in order: whole chunks, except at the payload's end.
   void add(const char *payload, int64_t bytes) {
     payload_bytes_ += bytes;
     for (; bytes >= kChunkBytes; payload += kChunkBytes, bytes -= kChunkBytes) {
@@ -56,7 +56,7 @@ class Sum {
     payload_bytes_ += bytes;
     for (; bytes > 0; bytes -= kChunkBytes) add_digest(*digests++);
   }
-  // After it nothing can be added.
+  // Ends the sum: nothing can be added afterwards.
   uint64_t digest() {
     if (payload_bytes_ > 0) add_digest(payload_bytes_);
     return XXH3_64bits_digest(&state_);

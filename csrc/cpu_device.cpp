@@ -1,9 +1,9 @@
 // The CPU form: a device whose memory is the host's and whose streams do everything at once.
 //
 // Decision: no GPU is needed to test validation, the walk over slices, descriptors of all paths,
-// tickets, order and errors; hosts without a GPU use the very same engine. A batch is copied by the
-// crew, too: an engine may keep its pages in host memory, and one thread copies 5 GB/s, far below
-// what the memory gives, and less into pages that nobody has touched.
+// tickets, order and errors; hosts without a GPU use the same engine. The crew helps to copy a
+// batch: an engine may keep its paged cache in host memory, and one thread copies 5 GB/s, far less
+// than the memory allows, and even less into pages that nobody has touched.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -142,7 +142,7 @@ class CpuDevice final : public Device {
 
 }  // namespace
 
-#ifndef PDSTORE_TESTING  // else it is in tests/faults.cpp
+#ifndef PDSTORE_TESTING  // a test build has it in tests/faults.cpp
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device) { return device; }
 #endif
 #ifndef PDSTORE_HAS_CUDA

@@ -40,7 +40,7 @@ void Crew::each(int64_t count, const std::function<void(int64_t)> &piece) {
   has_left_.wait(lock, [&] { return task.num_busy == 0; });
 }
 
-// Where the system refuses a thread, the callers do more themselves.
+// If the system refuses a thread, callers do more of their work themselves.
 void Crew::start() {
   if (is_started_) return;
   is_started_ = true;
@@ -51,7 +51,7 @@ void Crew::start() {
   }
 }
 
-// The oldest task with pieces that nobody has taken; those without leave the queue.
+// Returns the oldest task with pieces that nobody has taken; tasks without leave the queue.
 Crew::Task *Crew::oldest() {
   while (!tasks_.empty() && tasks_.front()->is_taken()) tasks_.pop_front();
   return tasks_.empty() ? nullptr : tasks_.front();

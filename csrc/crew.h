@@ -1,8 +1,8 @@
-// Crew: threads that help a caller with work that is many equal pieces.
+// Crew: threads that help a caller whose work consists of many equal pieces.
 //
-// Decision: values are summed by these and not by more of Python's threads. Whoever calls from
-// Python then makes one call for much, and takes Python's lock from the engine once. All pieces of
-// the oldest caller come first: what is summed first can be copied while the rest is summed.
+// Decision: these threads sum values, not more threads of Python. So Python makes one call for many
+// values, and takes Python's lock from the engine only once. All pieces of the oldest caller come
+// first: values that are summed first can be copied while the rest is summed.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -17,15 +17,15 @@ namespace pds {
 
 class Crew {
  public:
-  // Threads are started when they are first wanted. 0: half the processors, for the other instance
-  // and the engine need some; at most 15.
+  // Threads are started at their first use. 0 takes half of the processors, at most 15: the other
+  // instance and the engine need some.
   explicit Crew(int32_t num_threads = 0);
   ~Crew();
   Crew(const Crew &) = delete;
   Crew &operator=(const Crew &) = delete;
 
   // Calls piece(0) to piece(count - 1), each once, on the caller's thread and the crew's, and
-  // returns when all have returned. Any number of threads may call; `piece` throws nothing.
+  // returns when all have returned. Any number of threads may call; `piece` must not throw.
   void each(int64_t count, const std::function<void(int64_t)> &piece);
 
  private:

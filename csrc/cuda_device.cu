@@ -1,11 +1,11 @@
 // A GPU as a Device: streams, events, copy engines, registered host memory.
 //
 // Decision: the CUDA runtime is linked statically, and driver functions are looked up, so the
-// library loads without a driver and says that there is no device. A caller's thread is moved to
-// the device by pushing its primary context and back by popping it: unlike cudaSetDevice that makes
-// no context on the device the thread was on. Every thread that calls is in relaxed capture mode
-// meanwhile, so a capture elsewhere in the process stays valid. An error that a call leaves behind
-// is cleared: nobody else shall find it.
+// library loads without a driver and says that there is no device. A caller's thread is put on the
+// device by pushing its primary context, and put back by popping it: unlike cudaSetDevice, this
+// makes no context on the device that the thread was on. During a call a thread is in relaxed
+// capture mode, so graph captures of other threads stay valid. An error that a CUDA call leaves
+// behind is cleared, so that nobody else meets it.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <sys/prctl.h>
@@ -162,8 +162,8 @@ class CudaDevice final : public Device {
   Driver driver_;
 };
 
-// Sleeps until the event is nearly due, then looks at it often, and less and less often. An
-// interrupt wakes this thread 0.2 ms late in a virtual machine, which is more than a slice takes.
+// Sleeps until the event is nearly due, then queries it often, and later less and less often. In a
+// virtual machine, an interrupt would wake this thread 0.2 ms late: longer than a slice takes.
 int CudaDevice::synchronize(Event event, int64_t expected_ns) {
   using std::chrono::nanoseconds;
   const auto due = std::chrono::steady_clock::now() + nanoseconds(expected_ns);
@@ -177,7 +177,7 @@ int CudaDevice::synchronize(Event event, int64_t expected_ns) {
   }
 }
 
-// Source order is that of the stream in both directions: the model writes what is copied out.
+// Sources are read in stream order in both directions: the model writes what is copied out.
 int CudaDevice::copy_batch(Stream stream, Direction direction, const Copies &copies) {
   const bool out = direction == Direction::kOut;
   auto *to = const_cast<uint64_t *>(out ? copies.host.data() : copies.cache.data());
@@ -208,7 +208,7 @@ int CudaDevice::copy_strided(Stream stream, Direction direction, const Strided &
                           pointer(out ? s.cache : s.host), out ? s.cache_step : s.host_step,
                           s.bytes, s.layers, kind, of(stream)));
   }
-  // Layers as the depth: the pitch stays a block's, however far apart layers are.
+  // Layers are the copy's depth: so the pitch is a block's stride, however far apart layers lie.
   const size_t height = s.layers > 1 ? s.cache_step / s.block_stride : 1;
   const cudaPitchedPtr cache =
       make_cudaPitchedPtr(pointer(s.cache), s.block_stride, s.block_stride, height);

@@ -1,15 +1,14 @@
-// Device: the calls that the engine needs of one, and where the bytes that it copies are.
+// Device: the calls that the engine needs of a device, and where the bytes lie that it copies.
 //
-// Decision: the engine is written once, over this table. The CPU form is a device whose streams do
-// everything at once; a test build puts a table in front that fails the call it was told to. Calls
-// return 0 or the device's own error code, which is forgotten then, and never wait, but for
-// synchronize and drain.
+// Decision: the engine is written once, on this interface. The CPU form is a device whose streams
+// do everything at once; a test build puts a device in front that fails the calls that a test
+// names. Calls return 0 or the device's own error code, which the device then forgets. Only
+// synchronize and drain wait.
 //
-// Decision: a copy is a nest of at most token x head rows of contiguous bytes, and rows that are
-// adjacent on both sides are joined: whole pieces where the cache's order is the payload's,
-// [layer][token][head], single heads where it is not. The CPU form, the copy engines' descriptors
-// and the kernel all use these functions, so there is one truth about every byte. They are
-// constexpr so that the kernel can call them.
+// Decision: a copy consists of rows of contiguous bytes, at most one for each token and head. Rows
+// that are adjacent on both sides are joined: to whole pieces if the cache has the payload's order,
+// [layer][token][head]. The CPU form, the copy engines' descriptors and the kernel all use these
+// functions, so they agree on every byte. They are constexpr so that the kernel can call them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -67,7 +66,7 @@ constexpr int64_t payload_offset(const Shape &s, const Block &b, int32_t layer, 
   return layer * layer_bytes(s, b.num_tokens) + cell * s.cell + s.start;
 }
 
-// Which bits must be zero for a vector to fit at every row's start and end, bases excepted.
+// All offsets and lengths of rows but the bases, OR-ed: the low zero bits tell which vectors fit.
 constexpr uint64_t alignment_bits(const Shape &s) {
   uint64_t bits = s.block_stride | s.start | (s.num_heads * s.cell);
   if (!s.tokens_joined) bits |= s.token_stride;
@@ -89,7 +88,7 @@ struct Copies {
   size_t size() const { return bytes.size(); }
 };
 
-constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // beyond it a 2D copy is slow, silently
+constexpr int64_t kMaxPitch = (int64_t{1} << 31) - 1;  // a 2D copy of a larger pitch is slow
 // One piece of each of several layers.
 struct Strided {
   uint64_t cache, host;
@@ -101,7 +100,7 @@ struct Strided {
 constexpr int32_t kStageRegions = 256;
 constexpr int32_t kStageBlocks = 1024;
 
-// One launch of the gather or scatter kernel; travels by value as its parameter.
+// The parameter, passed by value, of one launch of the gather or scatter kernel.
 struct StageParams {
   Shape shape;
   int32_t num_blocks, num_regions;
@@ -115,13 +114,13 @@ constexpr int32_t kSumShapes = 4, kSumRegions = 256, kSumItems = 512, kSumIds = 
 
 // A payload whose bytes are summed in the paged cache.
 struct SumItem {
-  uint32_t first_chunk, first_digest;  // among the launch's chunks and all that is written
+  uint32_t first_chunk, first_digest;  // among the launch's chunks; among all digests
   uint32_t first_id, num_tokens;
 };
 
-// One launch of the kernel that sums payloads of one part; travels by value, too.
+// The parameter, passed by value, of one launch of the kernel that sums payloads of one part.
 struct SumParams {
-  uint64_t start[8], secret[24], last[8], merge[8];  // XXH3's, as a chunk needs them
+  uint64_t start[8], secret[24], last[8], merge[8];  // XXH3's constants for a chunk
   Shape shapes[kSumShapes];                          // of the regions of a layer, by their starts
   int32_t num_shapes, num_layers, num_items;
   uint32_t block_tokens, num_chunks;
@@ -140,13 +139,13 @@ class Device {
 
   // For a thread of the engine: puts it on the device for good.
   virtual int enter() = 0;
-  // For a caller's thread: on the device, and back to whatever it was on.
+  // For a caller's thread: puts it on the device, and back on the device that it was on.
   virtual int push() = 0;
   virtual void pop() = 0;
 
   virtual int allocate(size_t bytes, void **memory) = 0;
   virtual void release(void *memory) = 0;
-  // Host memory that copies reach by its address.
+  // Allocates host memory that the device's copies can reach.
   virtual int allocate_host(size_t bytes, void **memory) = 0;
   virtual void release_host(void *memory) = 0;
   virtual int open_stream(Stream *stream) = 0;
@@ -156,7 +155,7 @@ class Device {
 
   virtual int record(Event event, Stream stream) = 0;
   virtual int wait(Stream stream, Event event) = 0;
-  // Sets `over` once all that was recorded before the event is done.
+  // Sets `over` to whether all work that was queued before the event is done.
   virtual int query(Event event, bool *over) = 0;
   // Waits for an event that is expected after this many nanoseconds.
   virtual int synchronize(Event event, int64_t expected_ns) = 0;
@@ -202,8 +201,8 @@ class OnDevice {
 
 class Crew;
 
-// Throws a Failure where there is no such device. In a test build faults can be told to it.
-// crew: copies for the CPU form; null where nothing is to be copied.
+// Throws a Failure if there is no such device. In a test build it can be told to fail.
+// crew: its threads copy for the CPU form; null if nothing is to be copied.
 std::unique_ptr<Device> open_device(int32_t index, Crew *crew = nullptr);
 std::unique_ptr<Device> open_cuda_device(int32_t index);  // null if it cannot be used
 std::unique_ptr<Device> with_faults(std::unique_ptr<Device> device);

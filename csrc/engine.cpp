@@ -8,21 +8,21 @@
 namespace pds {
 namespace {
 
-constexpr int64_t kCopyOut = 9 << 20;  // somebody else's copy to the host waits behind two of them
-constexpr int64_t kCopyIn = 32 << 20;  // and to the device behind none
+constexpr int64_t kCopyOut = 9 << 20;  // another copy to the host waits for two of these slices
+constexpr int64_t kCopyIn = 32 << 20;  // another copy to the device waits for none
 constexpr int64_t kStageOut = 16 << 20;
-constexpr int64_t kStageIn = 32 << 20;  // larger: a scatter beside long kernels waits for a turn
+constexpr int64_t kStageIn = 32 << 20;  // larger: beside long kernels each scatter waits for a turn
 
 PumpOptions pump_options_of(const pds_options &options, Direction direction, const Layout &layout) {
   const auto or_default = [](int64_t asked, int64_t other) { return asked > 0 ? asked : other; };
-  int64_t layer_bytes = 0;  // the largest: it has room in a ring
+  int64_t layer_bytes = 0;  // of the largest layer, which a ring must hold
   for (const Part &part : layout.parts) {
     layer_bytes = std::max(layer_bytes, part.token_bytes * layout.max_tokens);
   }
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
                             : or_default(options.stage_in_bytes, kStageIn);
-  const bool has_link = out && options.device != PDS_CPU;  // that others want to use, too
+  const bool has_link = out && options.device != PDS_CPU;  // which others use as well
   const int64_t copy = or_default(out ? options.copy_out_bytes : options.copy_in_bytes,
                                   has_link ? kCopyOut : kCopyIn);
   return {copy, in_ring(std::max(stage, layer_bytes))};
@@ -125,7 +125,7 @@ void Engine::check(const JobItems &job, const std::vector<pds_item> &items) cons
   }
 }
 
-// Makes the copy follow the caller's event, or one that is recorded now.
+// Makes the copy wait for the caller's event, or for one that is recorded on the stream now.
 void Engine::order(Job *job, Stream stream, Event ready) {
   job->ready = ready;
   if (stream == nullptr) return;

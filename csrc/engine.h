@@ -1,7 +1,7 @@
 // The swap engine of one device and one layout: checks a job, then gives it to a pump.
 //
 // Decision: everything a copy needs belongs to this object and is freed with it: two threads and a
-// crew, four streams, four device rings of a fixed size. What a caller gave is copied before the
+// crew, four streams, four device rings of a fixed size. A caller's arguments are copied before the
 // call returns. Ids and addresses are checked before anything moves.
 #pragma once
 #include <unistd.h>
@@ -18,12 +18,12 @@ namespace pds {
 
 class Engine {
  public:
-  // Throws a Failure, as all below that have something to refuse.
+  // Throws a Failure, like all functions below that can refuse something.
   Engine(const pds_options &options, const pds_part *parts, const pds_region *regions);
   ~Engine();
 
   void start();
-  // Ends what is queued, waits for the device; later jobs are refused. Twice is fine.
+  // Fails queued jobs, waits for the device; later jobs are refused. May be called twice.
   void stop();
 
   void add_host(uint64_t address, int64_t bytes);

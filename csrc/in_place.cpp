@@ -1,12 +1,11 @@
-// Values that are gathered into an arena or scattered from it, a call for many of them.
+// Gathers values into an arena and scatters values from it, many in one call.
 //
-// Only what goes well is done here: if any value is missing, wrong or has no room, or the lock is
-// not free soon, then the call ends with a code, and the caller goes step by step to find out which
-// and why.
+// If any value is missing, is wrong or finds no room, or if the lock is not free soon, the call
+// ends with a code. The caller then goes step by step, to find out which value it was and why.
 //
-// Decision: a share of a save is many batches, each with an event of its own, and each is published
-// as soon as it is sealed: few calls for much, and yet whoever loads the values hears of them while
-// the rest is copied.
+// Decision: a share of a save has many batches, each with its own event, and each is published as
+// soon as it is sealed. So one call saves many values, and yet other instances hear of the first
+// ones while the rest is copied.
 // Decision: docs/decisions/018-in-place.md
 #include <algorithm>
 #include <atomic>
@@ -70,7 +69,7 @@ int32_t reserve(Arena &arena, Batch &batch, const uint8_t *kinds) {
   return code == PDS_OK && num_covered < values.count ? int32_t{PDS_ERR_FULL} : code;
 }
 
-// Makes the values findable whose copies have ended.
+// Seals the values of a batch, whose copies have ended, and makes them findable.
 int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
   const pds_values &values = batch.values;
   engine.crew().each(values.count, [&](int64_t i) {
@@ -83,9 +82,9 @@ int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
   return code == PDS_OK && done < values.count ? int32_t{PDS_ERR_VALUE} : code;
 }
 
-// All copies are queued before the first is waited for, each behind the event of its batch. So the
-// device computes the layers of a later batch while those of an earlier one are summed. A step that
-// finds no memory must not end the call: copies may be under way, and places are held.
+// All copies are queued before the first is waited for, each after the event of its batch. So the
+// device computes the layers of a later batch while values of an earlier one are summed. A step
+// that runs out of memory must not end the call: copies may run, and places are held.
 int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const uint8_t *kinds,
              int64_t *done, pds_error *error) {
   int32_t code = PDS_OK;
@@ -113,7 +112,7 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
   return code;
 }
 
-// Sets aside the headers of the values that the device sums after their copies.
+// Keeps the headers of the values that the device sums after their copies.
 int32_t await_sums(const pds::Layout &layout, const Batch &batch,
                    std::vector<pds::Awaited> *awaited) {
   int64_t room = pds::kMostDigests;
@@ -158,7 +157,7 @@ int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
   return all_right ? submit(engine, pds::Direction::kIn, batch, summed) : PDS_ERR_VALUE;
 }
 
-// Counts the first values that were right when they were copied.
+// Counts the leading values that were right when they were copied.
 int64_t num_right(const pds_ticket &ticket) {
   const std::vector<uint64_t> &digests = ticket.ticket->digests();
   int64_t at = 0;
@@ -175,7 +174,7 @@ int64_t num_right(const pds_ticket &ticket) {
   return ticket.places.size();
 }
 
-// Calls body(batches) if the arguments can be what they should be.
+// Calls body(batches) if the arguments are valid.
 template <typename Body>
 int32_t with_batches(const pds_values *all, int64_t count, pds_error *error, Body body) {
   *error = {};

@@ -28,7 +28,7 @@ int64_t step_of(const RegionClass &regions) {
   return std::max<int64_t>(step, 0);
 }
 
-constexpr int64_t kMaxPieces = 256;  // a batch call keeps the driver from everybody else meanwhile
+constexpr int64_t kMaxPieces = 256;  // nobody else can use the driver during a batch call
 
 // Calls visit(regions, begin, end, block) for every class and engine block of a segment.
 template <typename Visit>
@@ -182,8 +182,8 @@ bool SliceWalk::next(Slice *slice) {
       pieces += std::max<int64_t>(layers, 0) * per;
     }
     if (layers < 1 && !slice->segments.empty()) break;
-    // Half an item now and half in the next slice costs twice the strided copies and DMAs: begin it
-    // there. A batch has as many pieces either way, and full slices.
+    // An item in two slices costs twice the strided copies and DMAs: so begin it in the next slice.
+    // A batch has as many pieces either way, so its slices are filled.
     const bool cut = layers < part.num_layers - layer_ && plan.path != PDS_PATH_BATCH;
     if (cut && layer_ == 0 && !slice->segments.empty()) break;
     const int32_t count = static_cast<int32_t>(std::max<int64_t>(1, layers));

@@ -1,18 +1,18 @@
-// Where the caches of one engine are: parts, their regions, the blocks of an item, and which path
-// moves which payload, and a job cut into slices.
+// Where an engine's caches lie: parts, their regions, the blocks of an item. Also: which path moves
+// a payload, and how a job is cut into slices.
 //
 // Decision: regions that differ only in base and layer are one class, so that a block of many
 // layers is one strided copy or one kernel launch. Everything is checked once, when the layout is
 // assigned.
 //
-// Decision: the path is chosen by the layout, the direction and the tokens in the block alone, so
-// that it never changes unseen. The copy engines want pieces of 64 KiB or engine blocks of 2 MiB,
-// on the way to the host 512 KiB in pieces of 16 KiB; all else is gathered in device memory first.
+// Decision: only the layout, the direction and the tokens in the block decide the path, so that it
+// never changes unseen. The copy engines get pieces of 64 KiB and engine blocks of 2 MiB; to the
+// host also engine blocks of 512 KiB in pieces of 16 KiB. All else passes a device ring.
 // Decision: docs/decisions/022-no-kernel-writes-host.md
 //
-// Decision: a slice is what one lane has in flight, so its size bounds how long somebody else's
-// small copy waits. It holds whole items where they fit, and a range of one item's layers where
-// they do not; one path per slice.
+// Decision: a slice is what one lane has in flight, so its size limits how long another small copy
+// waits. It holds whole items if they fit, else a range of one item's layers. All of a slice takes
+// one path.
 #pragma once
 #include <utility>
 #include <vector>
@@ -26,11 +26,11 @@ struct RegionClass {
   Shape shape;
   std::vector<uint64_t> bases;
   std::vector<int32_t> layers;
-  int64_t step = 0;  // from layer to layer; 0 where it is not one distance
+  int64_t step = 0;  // from layer to layer; 0 if the distances differ
 
   // First and last + 1 of the regions in a range of layers.
   std::pair<size_t, size_t> range(int32_t layer0, int32_t layer1) const;
-  // The copy engines can take the layers of an engine block as one strided copy.
+  // True if the copy engines can take the layers of an engine block as one strided copy.
   bool is_strided(const Block &block) const;
 };
 
@@ -57,7 +57,7 @@ struct Layout {
   // Throws a Failure if these regions are no layout.
   void assign(const pds_options &options, const pds_part *shapes, const pds_region *regions);
 
-  // Such a payload is one of this layout.
+  // True if the item's payload is one of this layout.
   bool holds(const pds_item &item) const {
     return item.part >= 0 && item.part < static_cast<int32_t>(parts.size()) &&
            item.num_tokens >= 1 && item.num_tokens <= max_tokens;
@@ -68,7 +68,7 @@ struct Layout {
   // Engine blocks of an item that have tokens to move: first and last + 1.
   std::pair<int32_t, int32_t> blocks_of(const Item &item) const;
   Block block_of(const Item &item, int32_t number, int64_t id) const;
-  // The path of payloads of a part with this many tokens; has_batch: the device copies in batches.
+  // The path of a part's payloads of `num_tokens` tokens; has_batch: the device copies in batches.
   pds_plan plan_of(Direction direction, int32_t part, int32_t num_tokens, bool has_batch) const;
 
  private:
@@ -101,7 +101,7 @@ struct Slice {
   std::vector<Segment> segments;
 };
 
-// Segments begin at multiples of this in a lane's ring.
+// Rounds up to a multiple of 256 bytes: segments begin there in a lane's ring.
 constexpr int64_t in_ring(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct PumpOptions {
@@ -125,7 +125,7 @@ class SliceWalk {
   const bool has_batch_;
   int64_t item_ = 0;
   int32_t layer_ = 0;
-  int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is of
+  int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is for
   pds_plan plan_{};
 };
 

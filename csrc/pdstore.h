@@ -1,9 +1,9 @@
 // libpdstore: block copies between a paged KV cache and host slots. The plain C interface.
 //
-// Decision: addresses and numbers only, so one library serves every Python, torch and engine. Every
-// function returns 0 or a code below; those that can say more fill a pds_error. Structs are copied.
-// No pointer may be null. Any thread may call; only pds_wait, pds_close and pds_register wait for
-// the device. Decision: docs/decisions/021-block-copies.md
+// Decision: arguments are addresses and numbers, so one library serves every Python, torch and
+// engine. Every function returns 0 or a code below; some fill a pds_error, which says more. Structs
+// are copied. No pointer may be null. Any thread may call; only pds_wait, pds_close and
+// pds_register wait for the device. Decision: docs/decisions/021-block-copies.md
 #pragma once
 #include <stdint.h>
 
@@ -101,67 +101,68 @@ int32_t pds_info(pds_info_t *info);
 
 int32_t pds_open(const pds_options *options, const pds_part *parts, const pds_region *regions,
                  pds_engine **engine, pds_error *error);
-// Ends what is queued with PDS_ERR_CLOSED, waits for the device, frees everything.
+// Fails queued copies with PDS_ERR_CLOSED, waits for the device, frees everything.
 int32_t pds_close(pds_engine *engine);
-// The first half of pds_close, while other threads may be in calls with this engine: they end.
+// The first half of pds_close: other threads may still be in calls with this engine, which end.
 int32_t pds_stop(pds_engine *engine);
 // A payload must lie in one such range, on a GPU in a registered one; the CPU form needs no range.
 int32_t pds_add_host(pds_engine *engine, uint64_t address, int64_t bytes);
 int32_t pds_explain(const pds_engine *engine, int32_t direction, int32_t part, int32_t num_tokens,
                     pds_plan *plan);
 
-// Starts a copy. It reads and writes the cache after `ready`, a cudaEvent_t that must live until
-// the ticket is done; or, where that is 0, after what `stream` holds now (0: no order wanted).
-// Later copies that have nothing to wait for may overtake it.
+// Starts a copy. It touches the cache after `ready`, a cudaEvent_t that must live until the ticket
+// is done; if `ready` is 0, after what `stream` holds now; if both are 0, at once. A later copy
+// that has nothing to wait for may overtake it.
 int32_t pds_submit(pds_engine *engine, int32_t direction, const pds_item *items, int64_t num_items,
                    const int64_t *ids, int64_t num_ids, uint64_t stream, uint64_t ready,
                    pds_ticket **ticket, pds_error *error);
-// 0 when the copy is done, PDS_PENDING after the time, or what it failed with. A negative timeout
-// is 0. After anything but PDS_PENDING no device touches the copy's memory any more.
+// Returns 0 if the copy is done, PDS_PENDING if the time is up, else why it failed. A negative
+// timeout counts as 0. After any code but PDS_PENDING no device touches the copy's memory any more.
 int32_t pds_wait(pds_ticket *ticket, int64_t timeout_us, pds_error *error);
 int32_t pds_free_ticket(pds_ticket *ticket);
 
-// Pins host memory for a device's copies, in one piece; PDS_CPU: nothing to do.
+// Pins host memory for a device's copies, in one piece. Does nothing for PDS_CPU.
 int32_t pds_register(int32_t device, uint64_t address, int64_t bytes, pds_error *error);
 int32_t pds_unregister(int32_t device, uint64_t address, pds_error *error);
 // Makes the pages of a range present, so that registering them is quick.
 int32_t pds_populate(uint64_t address, int64_t bytes);
-// Sets the calling thread's capture mode and gives the one before. PDS_RELAXED: what it calls does
-// not disturb graph captures of other threads.
+// Sets the calling thread's capture mode and gives the previous one. With PDS_RELAXED the thread's
+// calls do not disturb graph captures of other threads.
 enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
 
-// Values that are files; each path ends with a zero.
-// Reads and verifies all of them, each to its address, on the engine's threads too; `starts`: the
-// first 56 bytes of each. PDS_ERR_VALUE: some cannot be read or are not right.
+// Values that are files; each path ends with a zero byte.
+// Reads each value to its address and verifies it; the engine's threads help. `starts`: the first
+// 56 bytes of each. PDS_ERR_VALUE: a value cannot be read or is not right.
 int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
                         const int64_t *sizes, const char *starts, int64_t count);
 // Checksums (checksum.h) of values in memory, of at least 64 bytes each.
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
 
-// Writes values to files, on the engine's threads too, each with its start and its sum, in memory
-// as well. A file has its name when it is whole; one that is there counts. `temporary`: begins
-// names there that nobody else uses. Gives how many of the first, and the errno of the next one.
+// Writes values to files; the engine's threads help. Each gets its start and its sum, in memory,
+// too. A file gets its name when it is whole; one that exists counts as written. `temporary` begins
+// the names of unfinished files. Gives how many leading files are written, and the next one's
+// errno.
 int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
                          const uint64_t *addresses, const int64_t *sizes, const char *starts,
                          int64_t count, int64_t *num_written, int32_t *why);
 
-// Says for each path whether a file is there; a link counts for what it leads to.
+// Says for each path whether a file is there; links are followed.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
-// Sets files' access and modification times (ns) in turn, until one errs; follows no link.
+// Sets files' access and modification times (ns) in turn, until one fails; follows no link.
 int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,
                         int64_t *num_leased, int32_t *why);
 
 // An arena: values by key in a file that several processes map. The file holds an index and, from
-// data_at on, data_bytes of memory for values. Keys are one text, a zero after each.
+// data_at on, data_bytes of memory for values. Keys are one text, a zero byte after each.
 typedef struct pds_arena pds_arena;
 typedef struct {
-  int64_t lease_ns;         // that a match or a borrow gives
-  int64_t fresh_ns;         // nobody evicts what was published so short a time ago
+  int64_t lease_ns;         // of the lease that a find or a take gives
+  int64_t fresh_ns;         // nobody evicts a value so soon after its publication
   int64_t short_lived_ns;   // the life of a PDS_SHORT_LIVED value after its last use
-  int64_t rest_ns;          // a dead process's device may still write to what it had reserved
-  int64_t lock_timeout_ns;  // calls fail with PDS_ERR_TIMEOUT after it
+  int64_t rest_ns;          // how long a dead process's device may write to its slots
+  int64_t lock_timeout_ns;  // calls that wait longer fail with PDS_ERR_TIMEOUT
 } pds_arena_options;
 typedef struct {
   int64_t data_at, data_bytes, slab_bytes;  // no value lies in two slabs
@@ -175,30 +176,30 @@ typedef struct {
 } pds_arena_value;
 enum { PDS_BLOCK = 0, PDS_SHORT_LIVED = 1, PDS_FOREVER = 2 };  // kinds of values
 
-// Makes an empty file an arena; nobody else may have it open. data_bytes is a multiple of
-// slab_bytes, and that of 4096. The descriptor stays the caller's, as in pds_arena_open.
+// Turns an empty file into an arena; nobody else may have it open. data_bytes is a multiple of
+// slab_bytes, which is one of 4096. The caller closes the descriptor, here and in pds_arena_open.
 int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t slab_bytes, uint64_t seed);
 int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
                        pds_arena_info *info);
-// Later calls give PDS_ERR_CLOSED; calls that run end first. Twice is fine. The child of a fork
-// must close what its parent has open, which stays open for the parent.
+// Waits for running calls; later calls give PDS_ERR_CLOSED. May be called twice. The child of a
+// fork must close its parent's arenas, which stay open for the parent.
 int32_t pds_arena_close(pds_arena *arena);
 int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 // lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
 // that did not get it has done nothing.
-// stored[i]: whether the i-th key is. leases: the first ones that are get a lease and count as
-// used, and the others are not looked for.
+// stored[i]: whether the i-th key is stored. leases: the leading stored keys get a lease and count
+// as used, and keys after the first missing one are not looked for.
 int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
                        int32_t leases, uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
-// Up to `room` of the values, in no order, and how many. `next`: 0 at first; set to what the next
-// call takes, -1 after the last. A value that is stored or removed between calls may be missing.
+// Gives up to `room` values, in no order, and their count. `next`: 0 at first; set to what the next
+// call takes, or -1 after the last. A value that is stored or removed between calls may be missing.
 int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,
                        int64_t *count);
 
-// Copies values in and out; `memory`: where the values are mapped. `done`: how many of the first.
+// Copies values in and out; `memory`: where the values are mapped. `done`: how many leading ones.
 int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory, const char *keys,
                       const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
                       int64_t num_keys, int64_t *done);
@@ -206,28 +207,29 @@ int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
                       int64_t *done);
 
-// Values of an arena and their copies. After a failure no slot is held; `error`: the engine's.
+// Values of an arena and their copies. After a failure no slot stays reserved; `error`: the
+// engine's.
 typedef struct {
   const char *keys, *starts;  // starts: 56 bytes each, a header without its sum
   const int64_t *sizes, *ids;
-  const pds_item *items;  // payloads are set here
+  const pds_item *items;  // the library sets their payloads
   int64_t count, num_ids, lock_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
 // Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also
-// after a failure. Kinds: of all batches' values; is_new (stored now): of those that are done.
+// after a failure. `kinds`: of all values; `is_new`: of done batches' values, if stored now.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, uint8_t *is_new, int64_t *done,
                        pds_error *error);
-// Starts to scatter values. Those that lie in the cache as the device can sum them are summed there
-// after the copy, the others where they are now.
+// Starts to scatter values. The device sums values after their copy, in the cache, if it can read
+// them there as chunks; all others are summed in the arena before.
 int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pds_values *values,
                        pds_ticket **ticket, pds_error *error);
-// After a wait for its ticket: how many of the first values have been in their places all the time,
-// and how many of the first were right when they were copied.
+// To be called after pds_wait: gives how many leading values stayed in their places all the time,
+// and how many leading values were right when they were copied.
 int32_t pds_arena_confirm(pds_arena *arena, const pds_ticket *ticket, int64_t *there,
                           int64_t *right);
-// Waits until something was published since the count was `seen`, or for the time; gives the count.
+// Waits until the count of publications is not `seen`, or the time is up; gives the count.
 int32_t pds_arena_wait(pds_arena *arena, uint32_t seen, int64_t timeout_us, uint32_t *changes);
 
 #ifdef __cplusplus

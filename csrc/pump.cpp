@@ -9,8 +9,8 @@
 namespace pds {
 namespace {
 
-constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
-constexpr int64_t kBytesPerUs = 55'000;  // of a link; what is slower is waited for longer
+constexpr std::chrono::microseconds kAskAgain{100};  // between questions whether the model is done
+constexpr int64_t kBytesPerUs = 55'000;              // of a link; a slower one is waited for longer
 
 int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -91,9 +91,8 @@ bool Pump::is_busy() const {
                      [](const Lane &lane) { return lane.owner != nullptr; });
 }
 
-// True if a job need not wait for the model any more; nor need one that can only fail. The device
-// is asked once for each event: hundreds of jobs may wait for one, and each question keeps the
-// driver from the model's thread.
+// True if a job need not wait for the model any more, or can only fail. The device is asked once for
+// each event: many jobs may wait for one event, and each question keeps the driver from the model.
 bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
   if (std::find(late_.begin(), late_.end(), job.ready) != late_.end()) return false;
@@ -106,8 +105,8 @@ bool Pump::is_due(Job &job) {
   return over;
 }
 
-// The first job that is due; null when there is none and a lane is in flight, or at the end. What
-// waits for the model stays here: in a lane it would hold up those behind it.
+// Returns the first job that is due; null if none is and a lane is busy, or at the end. A job that
+// waits for the model stays queued: in a lane it would hold up the jobs after it.
 JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
@@ -201,7 +200,7 @@ void Pump::settle(Lane &lane) {
   if (--job->in_flight == 0 && job->submitted) finish(job);
 }
 
-// A slice begins when those of the other lanes are done.
+// Sets when a slice is expected to be done: it begins when the slices of other lanes are done.
 void Pump::set_due(Lane &lane, int64_t bytes) {
   int64_t begin = now_ns();
   for (const Lane &other : lanes_) {
@@ -223,7 +222,7 @@ void Pump::fail(Job &job, const pds_error &error) {
   if (job.error.code == PDS_OK) job.error = error;
 }
 
-// After a failure: nothing of this pump is in flight any more, or the device is known to be lost.
+// Cleans up after a failure: then nothing of this pump is in flight, or the device is lost.
 void Pump::recover(const pds_error &cause) {
   for (Lane &lane : lanes_) {
     if (device_.drain(lane.stream) != 0 && device_.drain(lane.stream) != 0) poisoned_ = true;
@@ -278,8 +277,8 @@ void Pump::batch(Lane &lane, Direction direction) {
   check("cuMemcpyBatchAsync", device_.copy_batch(lane.stream, direction, copies_));
 }
 
-// Gather, then DMA out; or DMA in, then scatter. The ring holds each segment's bytes as its payload
-// does, so a segment is one DMA.
+// Gathers, then copies out by DMA; or copies in, then scatters. The ring holds each segment's bytes
+// in the payload's order, so a segment is one DMA.
 void Pump::stage(Lane &lane, const Slice &slice, const Job &job) {
   std::vector<uint64_t> rings;  // where each segment's payload would begin
   int64_t used = 0;
@@ -310,7 +309,7 @@ void Pump::stage(Lane &lane, const Slice &slice, const Job &job) {
   if (direction_ == Direction::kOut) batch(lane, direction_);
 }
 
-// The kernels of segments that have one part and one range of layers.
+// Launches the kernels for segments of one part and one range of layers.
 void Pump::launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
                   const std::vector<uint64_t> &rings) {
   const Segment &range = slice.segments[begin];
@@ -341,7 +340,7 @@ void Pump::launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, 
   }
 }
 
-// Behind a job's last slice: the sums of what all of its slices have copied.
+// Queues, after a job's last slice, the sums of what all of its slices have copied.
 void Pump::sum(Lane &lane, const Job &job) {
   for (const Lane &other : lanes_) {
     if (&other == &lane || other.owner == nullptr) continue;

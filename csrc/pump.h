@@ -1,9 +1,9 @@
-// One thread per direction that keeps two lanes of the device filled.
+// Pump: a thread for one direction, which keeps two lanes of the device filled.
 //
 // Decision: a lane is a stream with at most one slice in flight. A stream that never drains starves
-// every other copy of the process (a token's readback waited for a second behind it); two lanes of
-// 9 MiB reach 97 % of the link and let others in after 0.3 ms. The thread sleeps until the
-// older lane is nearly done: a few percent of a core. No other thread touches its lanes.
+// every other copy of the process (the readback of a token waited a second for it); two lanes of 9
+// MiB reach 97 % of the link and let other copies in after 0.3 ms. The thread sleeps until the
+// older lane is nearly done, so it takes a few percent of a core. Only it touches its lanes.
 // Decision: docs/decisions/023-pump.md
 #pragma once
 #include <array>
@@ -19,7 +19,7 @@
 
 namespace pds {
 
-// A submitted copy. `ticket` ends after everything else of it is gone.
+// A submitted copy. `ticket` ends after everything else of the copy is freed.
 struct Job {
   JobItems work;
   std::shared_ptr<Ticket> ticket;
@@ -32,7 +32,7 @@ struct Job {
 };
 using JobPtr = std::shared_ptr<Job>;
 
-// Room of a lane: the digests of 512 MiB.
+// The most digests that a lane has room for: those of 512 MiB.
 constexpr int64_t kMostDigests = 128 << 10;
 
 class Pump {
@@ -47,11 +47,11 @@ class Pump {
     set_keys(&sum_params_);
   }
 
-  // Starts the thread. Throws a Failure if its lanes cannot be made; `stop` joins it then, too.
+  // Starts the thread. Throws a Failure if its lanes cannot be made; call `stop` also then.
   void start();
   // False when the pump is stopping: then the job is not taken.
   bool push(const JobPtr &job);
-  // Ends what is queued, waits for the device, joins the thread.
+  // Fails queued jobs, waits for the device, joins the thread.
   void stop();
 
  private:

@@ -1,10 +1,10 @@
-// Gather and scatter: between the paged cache and a device ring that holds payloads.
+// The kernels gather and scatter, between the paged cache and a device ring that holds payloads.
 //
-// Decision: the link is left to the copy engines, which move whole payloads at 98 % of its speed
-// whatever the piece size; the kernel only rearranges device memory, in short bursts on at most 32
-// multiprocessors. Descriptors travel by value in the kernel's parameters, so no table is shared
-// and none has a lifetime. The vector is the widest that fits every row's start and length, so
-// there is no tail to forget; a warp holds several vectors per lane in flight.
+// Decision: only the copy engines use the link: they move whole payloads at 98 % of its speed,
+// whatever the piece size. The kernel only rearranges device memory, in short bursts on at most 32
+// multiprocessors. Descriptors are passed by value as its parameter, so no table must outlive a
+// launch. A vector is the widest that fits every row's start and length, so no row has a rest; each
+// lane of a warp has several vectors in flight.
 // Decision: docs/decisions/022-no-kernel-writes-host.md
 #include <cuda_runtime_api.h>
 
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// The number of low zero bits that every address and length has, as a vector size.
+// The widest vector, in bytes, whose size divides every address and length; at most 16.
 uint64_t widest_vector(const StageParams &p) {
   uint64_t bits = alignment_bits(p.shape) | 16;
   for (int32_t i = 0; i < p.num_regions; ++i) bits |= p.bases[i];

@@ -1,8 +1,8 @@
 // The kernel that sums payloads where they lie in the paged cache.
 //
-// Decision: four threads a chunk, each with two of XXH3's lanes, so that they read 64 bytes side by
-// side and exchange nothing until the end. A range of a load has a thread for each of this grid.
-// Blocks are small: one of 1,024 threads waits until a whole multiprocessor is free of the model.
+// Decision: four threads sum a chunk, each with two of XXH3's lanes: they read 64 bytes side by
+// side and exchange nothing until the end. A block range has work for every thread of this grid.
+// Thread blocks are small: one of 1,024 threads waits until the model leaves a multiprocessor.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxGrid = 128;
 constexpr int kQuarters = 4;
-constexpr int kUnroll = 8;   // words of a thread on their way
+constexpr int kUnroll = 8;   // words that a thread reads at once
 constexpr int kRounds = 16;  // until the lanes are scrambled; four times in a chunk
 
 __device__ uint64_t product_of(uint64_t x, uint64_t y) { return x * y ^ __umul64hi(x, y); }

@@ -14,7 +14,7 @@ bool can_sum(const Layout &layout, const Part &part) {
   if (layout.max_tokens / layout.block_tokens >= kSumIds) return false;
   const int64_t most_bytes = part.num_layers * part.token_bytes * layout.max_tokens;
   if (most_bytes / kWordBytes >= UINT32_MAX) return false;
-  int64_t end = 0;  // of a cell, as far as regions before hold it
+  int64_t end = 0;  // of a cell's bytes that the regions so far hold
   for (const RegionClass &regions : part.classes) {
     const Shape &s = regions.shape;
     if (s.start != end || static_cast<int32_t>(regions.bases.size()) != part.num_layers)

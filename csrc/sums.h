@@ -1,10 +1,10 @@
 // Sums of payloads where they lie in the paged cache: each chunk's digest (checksum.h).
 //
-// Decision: what was copied is summed, not what was to be copied: whoever maps an arena may change
-// a byte at any time, but nobody else the paged cache. The GPU's sum of 1 GiB takes 0.25 ms (H200),
-// of a range of 32 MiB 0.02 ms; the copy of that takes 0.6 ms. Summing it on processors on the way
-// cost D 38 % of its wait at 8k tokens. Chunks are found word by word from the payload's order, so
-// that one kernel fits all paths and strides whose rows begin and end at 16 bytes.
+// Decision: values are summed after the copy, in the paged cache: any process that maps an arena
+// may change its bytes at any time, but nobody else changes the cache. A GPU (H200) sums 1 GiB in
+// 0.25 ms and a range of 32 MiB in 0.02 ms; that range's copy takes 0.6 ms. Summing on processors
+// before the copy cost D 38 % of its wait at 8k tokens. Chunks are found word by word from the
+// payload's order, so one kernel fits all paths and all rows that begin and end at 16 bytes.
 // Decision: docs/decisions/040-arena-summed-after-the-copy.md
 #pragma once
 #include "layout.h"
@@ -83,9 +83,9 @@ constexpr uint64_t end_of_chunk(uint64_t sum) {
 
 // True if payloads of a part can be summed where they lie.
 bool can_sum(const Layout &layout, const Part &part);
-// Sets what is the same in all sums.
+// Sets XXH3's constants, which are the same in all sums.
 void set_keys(SumParams *params);
-// The job's sums of one part, from number `begin` on as many as fit. Gives where to go on.
+// Adds a job's sums of one part, as many as fit from number `begin` on; returns where to go on.
 size_t add_sums(const Layout &layout, const JobItems &job, int32_t part, size_t begin,
                 SumParams *params);
 

@@ -1,5 +1,5 @@
-// Ticket: the end of a copy that was submitted. It ends once, with 0 or an error; any thread may
-// wait for it.
+// Ticket: tells the end of a submitted copy. It ends once, with 0 or an error; any thread may wait
+// for the end.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -51,14 +51,14 @@ class Ticket {
 
   int32_t wait(int64_t timeout_us, pds_error *error) {
     std::unique_lock<std::mutex> lock(mutex_);
-    // The system clock: a condition that waits on it is one that thread checkers understand.
+    // The system clock, because thread sanitizers know only the wait that uses it.
     const auto until = std::chrono::system_clock::now() + std::chrono::microseconds{timeout_us};
     if (!changed_.wait_until(lock, until, [this] { return done_.load(); })) return PDS_PENDING;
     if (error != nullptr) *error = error_;
     return error_.code;
   }
 
-  // Waits for the end, whatever it takes, and says how it ended.
+  // Waits for the end, without a time limit, and returns the error.
   pds_error end() {
     constexpr int64_t kLongUs = 60'000'000;
     pds_error error{};
@@ -77,7 +77,7 @@ class Ticket {
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   pds_error error_{};
-  std::vector<uint64_t> digests_;  // as they are once done_ is set
+  std::vector<uint64_t> digests_;  // not changed once done_ is set
 };
 
 }  // namespace pds

@@ -1,12 +1,12 @@
-// Values that are files: written, read, verified, found and leased, many in one call; and sums of
+// Writes, reads, verifies, finds and leases values that are files, many in one call; and sums
 // values in memory.
 //
 // Decision: each piece is summed right before it is written, or right after it was read, while the
-// core's own cache has it. A sum of the whole value costs a pass of its own over memory, which is
-// what bounds loads from a memory-backed directory: 20 -> 32 GB/s with 11 threads on 16 virtual
-// CPUs. The crew works beside the caller, because each file is moved by one thread. A header holds
-// the sum, so it is written last, and the file has its name only then. Of a read only what goes
-// well is done here: the caller reads again step by step to find out which value is not right.
+// core's own cache has it. A sum of the whole value would read memory once more, which limits loads
+// from a memory-backed directory: they reach 32 GB/s instead of 20 (11 threads, 16 virtual CPUs).
+// The crew helps the caller, because each file is moved by one thread. The header holds the sum, so
+// it is written last, and only then does the file get its name. After a failed read the caller
+// reads again, step by step, to find out which value is not right.
 // Decision: docs/decisions/019-files-in-one-call.md
 #include <errno.h>
 #include <fcntl.h>
@@ -27,9 +27,9 @@ using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
 
 namespace {
 
-// Below, what returns an int32_t gives 0 or an errno.
+// Functions below that return an int32_t give 0 or an errno.
 
-// Opens a file, never through a link; a pipe that somebody put there cannot hold us up.
+// Opens a file, never through a link; a pipe in its place cannot block the open.
 int32_t open_file(const char *path, int flags, int *file) {
   do {
     *file = open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
@@ -37,7 +37,7 @@ int32_t open_file(const char *path, int flags, int *file) {
   return *file < 0 ? errno : 0;
 }
 
-// Reads up to `bytes` of them; fewer only at the end of the file. Negative: it cannot be read.
+// Reads so many bytes, fewer only at the end of the file. Returns the number; negative if it fails.
 int64_t read_piece(int file, char *to, int64_t bytes) {
   int64_t done = 0;
   while (done < bytes) {
@@ -50,7 +50,7 @@ int64_t read_piece(int file, char *to, int64_t bytes) {
   return done;
 }
 
-// Reads all of an open file. False if that fails, or if it has not exactly so many bytes.
+// Reads all of an open file. False if that fails or the file has not exactly so many bytes.
 bool read_value(int file, char *to, int64_t bytes, Sum *sum) {
   if (read_piece(file, to, kHeaderBytes) != kHeaderBytes) return false;
   sum->add_header(to);
@@ -63,7 +63,7 @@ bool read_value(int file, char *to, int64_t bytes, Sum *sum) {
   return read_piece(file, &more, 1) == 0;
 }
 
-// True if a file has exactly these bytes behind a header that begins so, and they fit their sum.
+// Reads a file. True if its length and checksum are right and its header begins with `start`.
 bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
   int file;
   Sum sum;
@@ -83,7 +83,7 @@ int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
   return 0;
 }
 
-// Completes the header in memory and writes the payload and then it.
+// Completes the header in memory; writes the payload, and then the header.
 int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
   std::memcpy(value, start, kSummedOfHeader);
   Sum sum;
@@ -91,7 +91,7 @@ int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
   for (int64_t at = kHeaderBytes, begin = at; at < bytes; at += kPieceBytes) {
     sum.add(value + at, std::min(kPieceBytes, bytes - at));
     const bool is_last = at + kPieceBytes >= bytes;
-    const int64_t end = is_last ? bytes : at + kPieceBytes - kHeaderBytes;  // a whole page's
+    const int64_t end = is_last ? bytes : at + kPieceBytes - kHeaderBytes;  // at a page's end
     if (const int32_t why = write_piece(file, value + begin, end - begin, begin)) return why;
     begin = end;
   }
@@ -112,7 +112,7 @@ int32_t link_to(const char *temporary, const char *path) {
   return link(temporary, path) == 0 ? 0 : errno;
 }
 
-// A file that is there stays.
+// Writes a value to a path; a file that is there stays.
 int32_t write_path(const char *temporary, const char *path, char *value, int64_t bytes,
                    const char *start) {
   if (access(path, F_OK) == 0) return 0;
@@ -125,7 +125,7 @@ int32_t write_path(const char *temporary, const char *path, char *value, int64_t
   return why == EEXIST ? 0 : why;
 }
 
-// The beginnings of paths that lie behind each other, a zero after each.
+// Finds the beginnings of paths in a text that has a zero byte after each.
 std::vector<const char *> each_of(const char *paths, int64_t count) {
   std::vector<const char *> found;
   found.reserve(count);
@@ -197,7 +197,7 @@ extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, c
       *num_written = count;
       return PDS_OK;
     }
-    // Again in turn: which is the first, and room that unfinished values took beside each other.
+    // Again in turn: to find the first that fails, and without the room that all at once took.
     for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
     return PDS_OK;
   });

@@ -1,4 +1,4 @@
-"""AsyncRunner: one function at a time beside the caller, on a thread and stream of its own.
+"""AsyncRunner: runs one function at a time on a thread and a GPU stream of its own.
 
 DevicePin keeps a thread on its device.
 """
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class CudaApi:
-    """The calls of the CUDA runtime that pinning needs, through torch. Tests give their own."""
+    """The CUDA calls that DevicePin makes, through torch. Tests pass an object of their own."""
 
     def set_device(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -35,8 +35,8 @@ class CudaApi:
 class DevicePin:
     """Keeps a thread on one device. On the CPU it does nothing.
 
-    Each thread has a current device, at first 0, and any library may change it: so it is set again
-    before every job, and the thread's current stream is set back to the default one.
+    Each thread has a current device, at first 0, and any library may change it. So the device is
+    set again before every job, and the thread's current stream is set back to the default stream.
 
     Raises DeviceError for a device without an index.
     """
@@ -48,7 +48,7 @@ class DevicePin:
         self._api = api or CudaApi()
 
     def hold(self) -> None:
-        """Puts the calling thread on the device. Raises DeviceError: then nothing may run there."""
+        """Puts the calling thread on the device. After a DeviceError nothing may run on it."""
         if self.device.type == "cpu":
             return
         index = self.device.index
@@ -68,13 +68,14 @@ T = TypeVar("T")
 class AsyncRunner(Generic[T]):
     """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
 
-    `launch` starts a function, `sync` returns its result. On a GPU the function's work follows what
-    the caller's stream had queued at `launch`; "the caller's stream" is the current one of the
-    runner's device, whichever device is current. The function runs in the caller's inference and
-    gradient mode. Its exception is raised once, by the next `sync` or `launch`, and the caller's
-    stream then follows what the function had queued before it failed: its memory may be reused.
-    Until then the caller must not change what the function uses: hand over copies.
-    For one calling thread. Raises DeviceError from the constructor when the device cannot be used.
+    `launch` starts a function, `sync` returns its result. On a GPU the function's work runs after
+    the work that the caller's stream had queued at `launch`. The caller's stream is the current
+    stream of the runner's device, even if another device is current. The function runs in the
+    caller's inference and gradient mode.
+    If the function raises, the next `sync` or `launch` raises its exception once. The caller's
+    stream then waits for the work that the function had queued before, so that its memory may be
+    reused. Until then the caller must not change what the function uses: hand over copies.
+    One thread may call it. Raises DeviceError from the constructor if the device cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU) -> None:
@@ -89,9 +90,9 @@ class AsyncRunner(Generic[T]):
         self._worker = Worker(name, self._calls.get, DevicePin(device).hold)
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
-        """Starts a function once the one before has ended.
+        """Starts a function once the previous function has ended.
 
-        Raises that one's exception, and TimeoutError if it still runs after the time.
+        Raises that function's exception, or TimeoutError if it still runs after `timeout_s`.
         """
         self._ended(timeout_s)
         if self._closed:
@@ -103,7 +104,7 @@ class AsyncRunner(Generic[T]):
         """Waits for the function and returns its result; None when none was launched.
 
         On a GPU the caller's stream then waits for the work that the function queued.
-        Raises the function's exception, and TimeoutError if it still runs after the time.
+        Raises the function's exception, or TimeoutError if it still runs after `timeout_s`.
         """
         call = self._ended(timeout_s)
         if call is None:
@@ -112,13 +113,13 @@ class AsyncRunner(Generic[T]):
         return call.result
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Lets the running function end and stops; False if it still runs after the time."""
+        """Lets the running function end, and stops; False if it still runs after `timeout_s`."""
         self._closed = True
         self._calls.put(None)
         return self._worker.join(timeout_s)
 
     def _ended(self, timeout_s: float) -> _Call[T] | None:
-        """Waits for the last call and raises its exception; None if it was seen before."""
+        """Waits for the last call and raises its exception; None if its end was seen before."""
         call = self._last
         if call is None:
             return None
@@ -132,7 +133,7 @@ class AsyncRunner(Generic[T]):
 
 
 class _Call(Generic[T]):
-    """A launched function, which it releases before `has_ended`, and how it went."""
+    """A launched function and its outcome. It releases the function before it sets `has_ended`."""
 
     def __init__(self, function: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
         self.has_ended = threading.Event()
@@ -140,8 +141,8 @@ class _Call(Generic[T]):
         self.error: Exception | None = None
         self._function: Callable[[], T] | None = function
         self._stream = stream
-        self._asked: torch.cuda.Event | None = None  # follows what the caller's stream had queued
-        self._ready: torch.cuda.Event | None = None  # follows what the function queued
+        self._asked: torch.cuda.Event | None = None  # after what the caller's stream had queued
+        self._ready: torch.cuda.Event | None = None  # after what the function queued
         if stream is not None:
             self._asked = torch.cuda.current_stream(stream.device).record_event()
         self._is_inference = torch.is_inference_mode_enabled()
@@ -173,5 +174,5 @@ class _Call(Generic[T]):
                 self._stream.wait_event(self._asked)
             try:
                 return function()
-            finally:  # also what a failed function queued still runs
+            finally:  # what a failed function has queued still runs
                 self._ready = self._stream.record_event()

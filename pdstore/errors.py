@@ -60,7 +60,7 @@ class SwapError(PDStoreError, RuntimeError):
 
     device_code: the device runtime's error code; 0 if there is none.
     call: the name of the call that failed.
-    slice_number: the slice of the copy that it was for; -1 if it was for none.
+    slice_number: the slice of the copy that the call was for; -1 if it was for no slice.
     poisoned: the device's context is broken for good: nothing will work in this process any more.
     """
 
@@ -83,7 +83,7 @@ class SwapError(PDStoreError, RuntimeError):
 class StoreError(PDStoreError):
     """The store failed after it had served `num_done` leading keys of the call.
 
-    remedy: what to change, in the imperative, where the cause is known; it ends the message.
+    remedy: what to change, in the imperative, if the cause is known. The message ends with it.
     """
 
     def __init__(self, message: str, *, num_done: int = 0, remedy: str = "") -> None:
@@ -141,11 +141,11 @@ class JobCancelled(JobError):
 
 
 class SaveFailed(JobError):
-    """A save stored less than all of its blocks; its cause is the exception behind it, if any."""
+    """A save did not store all of its blocks; `__cause__` is the exception that stopped it."""
 
 
 class QueueFull(JobError):
-    """The queue is at its bound of jobs or bytes, so the job was not taken."""
+    """The queue has reached its limit of jobs or bytes, so the job was not taken."""
 
 
 class ReadOnly(JobError):
@@ -176,7 +176,7 @@ class Reason(str, enum.Enum):
     STORE_FULL = "store_full"
     STORE_DENIED = "store_denied"
     STORE_ERROR = "store_error"  # any other error of the store
-    QUEUE_FULL = "queue_full"  # dropped: the queue is at its bound
+    QUEUE_FULL = "queue_full"  # dropped: the queue has reached its limit
     NO_SLOTS = "no_slots"  # no staging slot came free in time
     CANCELLED = "cancelled"
     CLOSED = "closed"
@@ -195,9 +195,10 @@ class Direction(enum.Enum):
 class JobResult:
     """The result of a job.
 
-    num_tokens: of a load, the leading tokens of the prompt whose KV is in the paged cache now, as
-      many as the engine can compute on from; of a save, those that another process can load now.
-    reason: why it is not all of them; None if it is.
+    num_tokens: for a load, how many leading tokens of the prompt have their KV in the paged cache,
+      so that the engine can compute on after them; for a save, how many leading tokens another
+      process can load now.
+    reason: why these are not all tokens; None if they are.
     error: the exception behind the reason, if there was one.
     """
 

@@ -1,4 +1,4 @@
-"""Metrics: the one table of their names, and the counters and histograms of one engine process.
+"""Metrics: the table of all metrics, and the counters and histograms of one engine process.
 
 Code, documents, dashboards and tests share the table. Each miss and drop has a reason.
 """
@@ -37,19 +37,19 @@ class Kind(enum.Enum):
 
 
 class Across(enum.Enum):
-    """The rule that makes one number of the gauges of an instance's processes."""
+    """The rule that makes one number of a gauge's values in the processes of an instance."""
 
     SUM = "sum"
-    MAX = "max"  # for gauges of the store, which all of them see alike
+    MAX = "max"  # for gauges of the store: all processes see the same
 
 
 @dataclass(frozen=True)
 class Metric:
     """One metric.
 
-    name: without "pdstore_" in front, and without "_total" behind a counter.
+    name: without "pdstore_" in front, and without "_total" at the end of a counter.
     text: for the documents and for Prometheus.
-    labels: for each, the values that are shown from the start; empty if they are not known.
+    labels: for each label, the values that are shown from the start; empty if they are not known.
     """
 
     name: str
@@ -141,7 +141,7 @@ TYPES: Mapping[Kind, Shown] = {
 
 
 class Metrics:
-    """The metrics of `METRICS`, in `registry` or in a new one; a miss or a drop is a warning too.
+    """The metrics of `METRICS`, in `registry` or in a new one. Misses and drops are logged as well.
 
     Any thread may call it, but no signal handler: the client library's locks are not reentrant.
     """
@@ -151,7 +151,7 @@ class Metrics:
         self._reasons = ReasonLog()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
-        self.registry.register(_Refresher(self.refresh))  # before all that it refreshes
+        self.registry.register(_Refresher(self.refresh))  # before the metrics that it refreshes
         self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
@@ -162,14 +162,14 @@ class Metrics:
         raise AttributeError(name)
 
     def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
-        """Names the instance in `pdstore_info`; both halves of one say the same.
+        """Sets `pdstore_info`; an instance's scheduler and workers set it to the same.
 
-        stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: its label.
+        stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: the store's label.
         """
         self.info.labels(pdstore.__version__, str(stored_format), role, namespace, store).set(1)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
-        """Shows a store's error codes too; those of several stores are added up."""
+        """Shows a store's error codes as well; the codes of several stores are added up."""
         seen: collections.Counter[str] = collections.Counter()
 
         def read() -> None:
@@ -180,14 +180,14 @@ class Metrics:
         self.add_source(read)
 
     def add_source(self, read: Callable[[], None]) -> None:
-        """Calls `read` before the metrics are shown; it sets those that something else knows.
+        """Has `read` called before metrics are shown: it sets those that are kept elsewhere.
 
-        It must answer at once and not raise.
+        `read` must return at once and not raise.
         """
         self._sources.append(read)
 
     def add_breaker(self, is_open: Callable[[], bool]) -> None:
-        """Shows whether a breaker is open; of several, whether any is."""
+        """Adds a breaker to the metric that shows whether any breaker is open."""
         self._breakers.append(is_open)
 
     def refresh(self) -> None:
@@ -215,7 +215,7 @@ class Metrics:
         reason: Reason | None,
         error: Exception | None = None,
     ) -> None:
-        """Counts a lookup's tokens, asked for and found, and why these are not the whole prompt."""
+        """Counts the tokens that a lookup asked for and found, and why it did not find all."""
         if reason not in (Reason.CANCELLED, Reason.CLOSED):
             self.tokens.labels("requested").inc(num_requested)
         self.tokens.labels("matched").inc(num_matched)
@@ -229,7 +229,7 @@ class Metrics:
         seconds: float,
         error: Exception | None = None,
     ) -> None:
-        """Counts a job with its time, and why it did less than all."""
+        """Counts a job and its time, and why it did not do all of its work."""
         outcome = reason.value if reason else "ok"
         self.jobs.labels(direction.value, outcome).inc()
         self.job_seconds.labels(direction.value).observe(seconds)
@@ -246,12 +246,12 @@ class Metrics:
 
 
 def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:
-    """Returns the label values that a metric shows from the start; nothing for one without."""
+    """Returns the label values that a metric shows from the start; nothing without labels."""
     return itertools.product(*metric.labels.values()) if metric.labels else ()
 
 
 class _Refresher:
-    """Shows nothing itself: the registry asks it first."""
+    """A collector without metrics, which the registry asks first: it refreshes the others."""
 
     def __init__(self, refresh: Callable[[], None]) -> None:
         self._refresh = refresh

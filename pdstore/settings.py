@@ -1,6 +1,6 @@
-"""Settings: every knob of pdstore, read from the environment once.
+"""Settings: every setting of pdstore, read from the environment once.
 
-Variables of others, cache directories and those of libraries, are read and set here too.
+This module also reads the variable of the user's cache, and sets variables of libraries.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pdstore.errors import ConfigError
 
 
 def cache_directory(name: str) -> Path:
-    """Returns this user's directory: `pool` for `file://`, `native` for a built library."""
+    """Returns this user's cache directory: `pool` for `file://`, `native` for a built library."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / name
 
 
 def set_missing_variables(defaults: Mapping[str, str]) -> None:
-    """Sets variables of a library that is not imported yet, except those that the user set."""
+    """Sets environment variables of a library not imported yet, except those that the user set."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
-_OFF = ("", "0", "false", "off", "no", "n", "f")  # as pydantic reads it
-_NEAR = 0.82  # likeness of a slip; PD_DISAGGREGATION and the like are of other projects
-_OF_KUBERNETES = re.compile(  # in every pod beside a Service called pdstore or pdstore-*
+_OFF = ("", "0", "false", "off", "no", "n", "f")  # read by pydantic as False
+_NEAR = 0.82  # likeness of a misspelt name; PD_DISAGGREGATION is another project's
+_OF_KUBERNETES = re.compile(  # set in pods if a Service is called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
 )
 _DAY_S = 86_400.0
@@ -205,7 +205,7 @@ def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[
 def origin_of(settings: Settings, field: str) -> str:
     """Returns where a field's value comes from: "environment", "argument" or "default".
 
-    An argument that repeats its variable counts as the environment's.
+    If both an argument and the variable are set, it returns "environment".
     """
     if field not in settings.model_fields_set:
         return "default"
@@ -228,8 +228,8 @@ def read_settings(**overrides: object) -> Settings:
     """Returns the settings in the environment; `overrides` win (for command lines and tests).
 
     An empty value counts as unset. Raises ConfigError with the variable's name: for an unknown
-    PDSTORE_* one, with the nearest right name; for any other PD* name that is nearly one of them;
-    for a value that does not fit; and for an empty PDSTORE_SEAL_KEY_FILE.
+    PDSTORE_* variable, with the nearest known name; for any other PD* variable that is spelt nearly
+    like a known one; for a value that does not fit; and for an empty PDSTORE_SEAL_KEY_FILE.
     """
     _refuse_slips({variable_of(field) for field in Settings.model_fields}, _PREFIX)
     key_file = variable_of("seal_key_file")
@@ -246,10 +246,10 @@ def read_settings(**overrides: object) -> Settings:
 
 
 def read_engine_settings(**overrides: object) -> Settings:
-    """Returns the settings of an engine, which starts with the switch off whatever else is set.
+    """Returns an engine's settings; with the switch off, the engine starts whatever else is set.
 
-    The environment's other settings are not read then. Raises ConfigError as `read_settings` does;
-    with the switch off only for a misspelt switch.
+    With the switch off, no other variable is read, and only a misspelt switch raises ConfigError.
+    With the switch on, it raises ConfigError as `read_settings` does.
     """
     given = overrides.get("pd_transfer_via_storage", os.environ.get(_SWITCH, ""))
     if str(given).lower() not in _OFF:
@@ -260,11 +260,11 @@ def read_engine_settings(**overrides: object) -> Settings:
 
 
 def _refuse_slips(known: Set[str], prefix: str) -> None:
-    """Raises ConfigError for a variable that can only be a misspelt one of the known ones.
+    """Raises ConfigError for a variable whose name can only be a misspelt known name.
 
     A misspelt switch would silently leave the pool unused.
 
-    prefix: a name that begins so is refused however unlike it is.
+    prefix: an unknown name that begins with it is refused, even if it is like no known name.
     """
     for name in os.environ:
         upper = name.upper()
@@ -289,7 +289,7 @@ _REMEDIES = {
 
 
 def _told(problem: ErrorDetails) -> str:
-    """Returns a variable, its value if that is one word without a secret, and what to write."""
+    """Returns a variable, its value unless that may hold a secret, and what to write instead."""
     field = str(problem["loc"][0]) if problem["loc"] else "settings"
     told = variable_of(field) if field in Settings.model_fields else field
     value = problem["input"]

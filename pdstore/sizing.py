@@ -1,6 +1,6 @@
 """Sizing: a model's KV, and the bandwidth from which loading beats computing.
 
-`python -m pdstore.sizing CONFIG` prints it from a model's config.json; docs/sizing.md explains it.
+`python -m pdstore.sizing CONFIG` prints both from a model's config.json; see docs/sizing.md.
 
 T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
 B*  = p * (KV bytes of a token) / T_c
@@ -73,7 +73,7 @@ class ModelShape:
         return self.layers * self.kv_elements * (element_bytes or _BYTES.get(self.dtype, 2))
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Returns the operations of a prefill: matrices once, attention over the causal half."""
+        """Returns the operations of a prefill: matrix products, causal attention."""
         attention = self.layers * self.heads * (self.qk_dim + self.v_dim) * num_tokens**2
         return 2 * self.active_params * num_tokens + attention
 
@@ -134,9 +134,10 @@ def _mlp_params(config: Mapping[str, Any]) -> int:
 
 
 class Comparison(NamedTuple):
-    """Reading against computing, for a prompt alone on its GPUs.
+    """A comparison of reading a prompt's KV with computing it on GPUs that do nothing else.
 
-    compute_s: of a prefill. bytes_per_s: what a store must deliver to be as fast.
+    compute_s: the time of the prefill. bytes_per_s: the rate at which a store must deliver the KV
+      to be as fast.
     """
 
     num_tokens: int
@@ -164,7 +165,7 @@ class Machine(NamedTuple):
 def break_even(
     shape: ModelShape, machine: Machine, num_tokens: int, element_bytes: int | None = None
 ) -> Comparison:
-    """Returns when reading the KV of so many tokens beats computing it."""
+    """Compares reading the KV of `num_tokens` tokens with computing it."""
     kv_bytes = num_tokens * shape.kv_bytes(element_bytes)
     compute_s = shape.prefill_flops(num_tokens) / machine.flops
     return Comparison(num_tokens, kv_bytes, compute_s, kv_bytes / compute_s)

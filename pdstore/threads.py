@@ -1,4 +1,4 @@
-"""Threads: each has a name, a device, errors that are kept, and an end that is waited for."""
+"""Threads with a name and a device, whose errors are kept and whose end is waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def call_or(function: Callable[[], T], otherwise: T) -> T:
-    """Returns what `function` returns; logs whatever it raises and returns `otherwise` then."""
+    """Returns what `function` returns; if it raises, logs the error and returns `otherwise`."""
     try:
         return function()
     except BaseException:
@@ -26,7 +26,7 @@ def call_or(function: Callable[[], T], otherwise: T) -> T:
 
 
 class Task(Protocol):
-    """Work for a Worker: it calls `run`, and `fail` with what that raises."""
+    """Work for a Worker, which calls `run`, and calls `fail` with what `run` raises."""
 
     def run(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
@@ -35,12 +35,12 @@ class Task(Protocol):
 class Worker:
     """A thread that runs tasks one after the other until `take` returns None.
 
-    Whatever a task raises, or pinning the device before it, goes to the task's `fail`, and the
-    worker goes on. A BaseException, which a library may raise on any thread (CancelledError, a
-    panic of Rust), arrives there as a RuntimeError. Raises DeviceError from the constructor when
-    the device cannot be used.
+    An exception of a task, or of `hold` before it, goes to the task's `fail`, and the worker goes
+    on. A BaseException, which a library may raise on any thread (CancelledError, a panic of Rust),
+    arrives at `fail` as a RuntimeError. Raises DeviceError from the constructor when the device
+    cannot be used.
 
-    hold: puts the thread where it belongs, before each task; as `DevicePin.hold`.
+    hold: called before each task to put the thread on its device: `DevicePin.hold`.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Worker:
 class Ticker:
     """A thread that calls `step` again and again, until `stop`.
 
-    `step` returns the seconds to its next turn, or None to wait for `wake`. Whatever it raises is
-    logged, and the thread goes on `pause_s` later. In the child of a fork `wake` and `stop` do
-    nothing. Turns exclude each other, whoever makes them.
+    `step` returns the seconds to its next turn, or None to wait for `wake`. If `step` raises, the
+    error is logged, and the next turn comes after `pause_s`. In the child of a fork `wake` and
+    `stop` do nothing. A turn is one call of `step`; there are never two turns at a time.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Ticker:
             self._called.set()
 
     def turn(self) -> None:
-        """Makes a turn on the calling thread: it has no other thread to wait for."""
+        """Makes a turn on the calling thread, which is quicker than waking the ticker's thread."""
         with self._turning:
             if self._turn() < self._next_at:
                 self.wake()
@@ -129,10 +129,10 @@ class Ticker:
                 self._next_at = self._turn()
             pause = self._next_at - time.monotonic()
             self._called.wait(None if pause == math.inf else max(0.0, pause))
-            self._called.clear()  # the next turn answers all calls before it
+            self._called.clear()  # the next turn serves all wakes so far
 
     def _turn(self) -> float:
-        """Makes a turn unless it was stopped, under the lock; returns when the next one is due."""
+        """Makes a turn unless stopped; returns when the next is due. The caller holds the lock."""
         after_an_error: float | None = self._pause_s
         pause = None if self._stopped else call_or(self._step, after_an_error)
         return math.inf if pause is None else time.monotonic() + pause

@@ -1,8 +1,9 @@
 // Other ways to move the same bytes, to compare with. Only benchmark builds contain them.
 //
-// Decision: written anew from how such code works - a copy per piece, one batch for everything, a
-// thread block per KV block that stores to host memory itself, two persistent thread blocks that do
-// - and timed in the same run, so that numbers are of mechanisms on this machine.
+// Decision: they are written anew after the mechanisms of other programs: a copy for each piece;
+// one batch for everything; a thread block for each KV block, which stores to host memory itself;
+// two persistent thread blocks that do so. They are timed in the same run, so that the numbers
+// compare mechanisms on one machine.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

@@ -1,1 +1,1 @@
-"""Engines that pdstore is a plugin of. Each adapter imports its engine; nothing else does."""
+"""Adapters: they make pdstore a plugin of an engine. Only an adapter imports its engine."""

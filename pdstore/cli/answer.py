@@ -27,9 +27,9 @@ _WIDE = 200
 class Answer:
     """The result of a command.
 
-    document: for `--json`; keys and values, never a sentence that is nowhere else.
-    shown: for people, in order.
-    status: exit status: 0, or 1 where something is wrong that the command was asked about.
+    document: keys and values for `--json`. Each sentence in it is also in `shown`.
+    shown: the parts of the output for people, in order.
+    status: the exit status: 0, or 1 if what the command looked at is wrong.
     """
 
     document: Json
@@ -38,9 +38,9 @@ class Answer:
 
 
 def emit(answer: Answer, target: str | None) -> None:
-    """Writes an answer to the terminal, or as JSON to a file; `-` is standard output.
+    """Prints an answer for people, or writes it as JSON to `target`; `-` is standard output.
 
-    Raises ConfigError for what cannot be written.
+    Raises ConfigError if it cannot be written.
     """
     text = json.dumps(answer.document, indent=1) + "\n"
     try:
@@ -72,7 +72,7 @@ def _show(parts: Sequence[RenderableType]) -> None:
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:
     """Returns a table without a frame; columns whose name begins with `>` are numbers.
 
-    A cell that is a str shows as it is; a `Text` may have a style.
+    A cell of type str is shown without any markup; a `Text` may have a style.
     """
     has_names = any(columns)
     made = Table(
@@ -97,7 +97,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> T
 
 
 def _as_it_is(part: RenderableType) -> RenderableType:
-    """Keeps rich from taking text for its markup, and a terminal from obeying it."""
+    """Keeps rich from reading markup in a text, and a terminal from obeying it."""
     return Text(printable(part)) if isinstance(part, str) else part
 
 
@@ -174,7 +174,7 @@ def bad(subject: str, said: str, remedy: str) -> Finding:
 
 
 def answer_of(findings: Sequence[Finding]) -> Answer:
-    """Shows findings. Status 1 if something does not work."""
+    """Returns findings as an answer; its status is 1 if one of them is BAD."""
     rows: list[list[RenderableType]] = []
     for finding in findings:
         mark, style = _MARKS[finding.level]

@@ -1,4 +1,4 @@
-"""The commands of `pdstore` and their options. What a command does is imported when it is run."""
+"""The commands of `pdstore` and their options. A command's code is imported when it is run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 app = typer.Typer(
     name="pdstore",
     no_args_is_help=True,
-    rich_markup_mode=None,  # its pages take 0.2 s to import
+    rich_markup_mode=None,  # rich's help pages take 0.2 s to import
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Look into a KV pool, and check P and D. Exit status: 0 fine,"
@@ -31,7 +31,7 @@ def _run(name: str, json_target: str | None, *arguments: object, **options: obje
     module_name, _, function_name = name.rpartition(".")
     answers = importlib.import_module("pdstore.cli.answer")
     console = importlib.import_module("rich.console").Console(stderr=True)
-    with console.status("working …"):  # only on a terminal; torch alone takes a second or more
+    with console.status("working …"):  # only on a terminal; importing torch takes a second or more
         function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
         answer = function(*arguments, **options)
     answers.emit(answer, json_target)

@@ -1,4 +1,4 @@
-"""`pdstore doctor`: every check of it, and those that try the store."""
+"""`pdstore doctor`: runs all checks. The checks that use the store are in this module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ENGINE_BLOCK = 16
 _TINY = ModelShape("a tiny model", 1, 1, 16, 8, 8, 0.0, "bfloat16", 1, is_mla=False)
 _8B = ModelShape("an 8B model", 32, 32, 2048, 128, 128, 8e9, "bfloat16", 8, is_mla=False)
 _TRIED_BYTES = 32 << 20
-_SMALL_POOL = 100 * _TRIED_BYTES  # in a larger one it does not matter what goes
+_SMALL_POOL = 100 * _TRIED_BYTES  # in a larger pool, evicted values do not matter
 _STAGING = ByteSize(256 << 20)
 _CONNECTIONS = 64
 _SHORT_PROMPT = 4096
@@ -65,11 +65,11 @@ _MORE = "give the store more memory, or empty it"
 def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> Iterator[Finding]:
     """Yields the findings about the store at PDSTORE_STORE. Raises ConfigError for a bad URL.
 
-    shape: the model; None: an 8B model. num_gpus: of this host.
+    shape: the model; None stands for an 8B model. num_gpus: the number of GPUs on this host.
     """
     missing = missing_pool(settings.store)
     url, is_new = settings.store, missing is not None and settings.store.startswith("shm://")
-    if is_new:  # of a name that no P opens meanwhile: a look leaves no arena behind
+    if is_new:  # an arena that no P opens, and that is removed below
         url = re.sub("//[^/?]*", f"//doctor-{os.getpid()}", url, count=1)
     plain = open_store(url, settings)
     store = seal_store(plain, settings)
@@ -95,7 +95,7 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
 
 
 def try_store(settings: Settings, store: Store) -> Finding:
-    """Returns how a store fares with a small prompt."""
+    """Saves, finds, loads and removes a small prompt; returns whether that worked."""
     layout = layout_of(settings, _TINY)
     try:
         _try(settings, store, layout, layout.block_tokens)
@@ -105,10 +105,10 @@ def try_store(settings: Settings, store: Store) -> Finding:
 
 
 def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Finding:
-    """Returns whether KV of the model's layout comes back, and how fast."""
+    """Returns whether KV of the model's layout is loaded as it was saved, and how fast."""
     tried_shape = shape or _8B
     layout = layout_of(settings, tried_shape)
-    num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # of an 8B model 255
+    num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # 255 for an 8B model
     try:
         check_values_fit(store, layout)
         if _is_full(store):
@@ -116,7 +116,7 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
         tried = _try(settings, store, layout, num_tokens)
     except ConfigError as error:
         again = "stop P and D first, and run this again after it"
-        # without a model its values are of no importance
+        # without `model` it is only the 8B model that does not fit
         return bad("block size", str(error), again) if shape else info("speed", str(error))
     except StepFailed as error:
         return _failure(error)
@@ -152,7 +152,7 @@ def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> T
         )
         for spec in layout.layers
     ]
-    most = max(_STAGING, 32 * layout.block_bytes)  # else it takes its time to populate
+    most = max(_STAGING, 32 * layout.block_bytes)  # more would take long to populate
     own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
     return self_test(own, layout, caches, num_tokens=num_tokens, store=store)
 
@@ -167,9 +167,9 @@ def _failure(error: StepFailed) -> Finding:
 
 
 def _is_full(store: Store) -> bool:
-    """Returns whether a small pool would lose others' values for those that are tried."""
+    """Returns whether the values of the test would push other values out of a small pool."""
     teller = find_optional(store, TellsRoom)
-    with contextlib.suppress(StoreError):  # the check of the room says so
+    with contextlib.suppress(StoreError):  # `check_room` reports it
         room = teller.room() if teller is not None else None
         if room is not None and room.capacity_bytes is not None:
             is_full = (room.used_bytes or 0) + _TRIED_BYTES > room.capacity_bytes
@@ -178,9 +178,9 @@ def _is_full(store: Store) -> bool:
 
 
 def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
-    """Yields whether a store has room for prompts, and what goes when it is full.
+    """Yields findings about a store's room for prompts, and about its eviction.
 
-    kv_bytes: of a token; None takes an 8B model's.
+    kv_bytes: KV bytes of a token; None takes an 8B model's.
     """
     teller = find_optional(store, TellsRoom)
     if teller is None:
@@ -251,11 +251,11 @@ def doctor(
 ) -> Answer:
     """Checks settings, host, store and peers. Status 1 if something does not work.
 
-    peers: URLs of P's and D's status.
-    model: a config.json, for the layout and the room.
+    peers: URLs of the status pages of P and D.
+    model: the path of a model's config.json, which gives the layout and the size of its KV.
     Raises ConfigError for settings or a URL that cannot be used.
     """
-    logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings say it
+    logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings report the same
     settings = read_settings(**({"store": url} if url else {}))
     shape = ModelShape.of_config(model) if model else None
     num_gpus = count_gpus()

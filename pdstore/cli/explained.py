@@ -26,7 +26,7 @@ class Cover(NamedTuple):
     """The blocks of one prompt in one namespace.
 
     blocks: for each block of the prompt, those of its parts that are stored.
-    youngest_s: seconds since anything of the namespace was used.
+    youngest_s: seconds since any value of the namespace was used.
     """
 
     keys: PromptKeys
@@ -39,22 +39,22 @@ class Cover(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts that a whole block has, as far as the pool shows."""
+        """The number of parts of a whole block, as far as the stored keys show."""
         return len(self.keys.namespace.parts)
 
     @property
     def num_run(self) -> int:
-        """Leading blocks that are whole."""
+        """The number of leading blocks of which all parts are stored."""
         whole = takewhile(lambda parts: len(parts) == self.num_parts, self.blocks)
         return sum(1 for _ in whole)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the leading blocks that are whole."""
+        """The number of tokens in the leading blocks of which all parts are stored."""
         return self.keys.end_of(self.num_run)
 
     def why(self) -> str:
-        """Returns why the run ends where it does, and what to look at."""
+        """Returns why the whole leading blocks end where they do."""
         gap = self.num_run
         if gap == len(self.blocks):
             return "all of it is there"
@@ -96,14 +96,14 @@ def explain(
     namespace: str = "",
     cache_salt: str = "",
 ) -> Answer:
-    """Compares a prompt's keys with what is stored. Status 1 unless all of it is there.
+    """Compares a prompt's keys with the stored values. Status 1 unless the whole prompt is stored.
 
-    All namespaces of the pool are tried, so that a prompt that P saved under another one is found.
+    All namespaces of the pool are tried: P may have saved the prompt in another one than D's.
 
-    prompt: text, read by the tokenizer of `model`, a directory. ids: token ids in its place.
-    namespace: the first digits of the one that is meant; empty for the one that has most of it.
-    cache_salt: the request's own.
-    Raises ConfigError for what is no prompt; StoreError.
+    prompt: text for the tokenizer in the directory `model`. ids: token ids instead of a text.
+    namespace: first digits of the namespace to look in; empty for the one with most of the prompt.
+    cache_salt: the salt of the request.
+    Raises ConfigError for an invalid prompt, and StoreError.
     """
     token_ids = _ids_of(ids) if ids is not None else _tokens_of(prompt, model)
     with open_pool(url) as pool:
@@ -134,7 +134,7 @@ def _tokens_of(prompt: str | None, model: str | None) -> list[int]:
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:  # it says all that it has tried, in many lines
+    except (OSError, ValueError) as error:  # its own text is many lines long
         raise ConfigError(
             f"no tokenizer in {model}: give the model's directory by --model, or --ids"
         ) from error
@@ -155,12 +155,12 @@ def _ids_of(text: str) -> list[int]:
 def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:
     """Returns the keys of an empty prompt in a namespace.
 
-    The size of its blocks is that of a stored one; without one, that of the settings.
+    The block size is taken from a block that is stored; if none is stored, from the settings.
     """
     header = None
     with contextlib.suppress(BadValue):
         header = pool.read(use.sample.key) if use.sample else None
-    told = header.num_tokens if header else 0  # whoever wrote the value may have said 0
+    told = header.num_tokens if header else 0  # anyone may write a value that says 0
     parts = tuple(sorted(use.parts))
     block_tokens = told or pool.settings.block_tokens
     namespace = Namespace({}, parts, block_tokens, digest=bytes.fromhex(use.hex))
@@ -180,7 +180,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         "blocks": [*blocks],
         "other_namespaces": elsewhere,
     }
-    # the blocks around the end of the run; the others look all alike
+    # show the blocks around the first missing one: the others all look alike
     begin = max(0, min(meant.num_run - _ROWS // 2, len(blocks) - _ROWS))
     rows = [_row(block, meant.num_parts) for block in blocks[begin : begin + _ROWS]]
     title = f"{meant.num_tokens:,} of {meant.keys.num_tokens:,} tokens in namespace"

@@ -1,4 +1,4 @@
-"""Checks of the doctor that ask no store: settings, memory, limits, the library, huge pages."""
+"""Checks of `pdstore doctor` that need no store: settings, memory, limits, library, huge pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_settings(
 ) -> Iterator[Finding]:
     """Yields the settings that differ from their defaults, and those that cannot work.
 
-    longest: tokens of a prompt, if known.
+    longest: tokens of the longest prompt, if known.
     """
     for one in settings_of(settings):
         if one["origin"] != "default":
@@ -90,7 +90,7 @@ def available_memory() -> int | None:
 
 
 def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
-    """Yields whether staging fits this host."""
+    """Yields whether staging fits into this host's free memory."""
     staging = settings.staging
     free = "unknown" if available is None else size(available)
     if available is not None and staging > available // 2:
@@ -127,7 +127,7 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 
 
 def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields the way in which blocks are copied on this host."""
+    """Yields whether the native library copies blocks on this host, or torch does."""
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
     try:
         library = load_library(settings, for_gpu=num_gpus > 0)
@@ -147,8 +147,8 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:
     """Yields whether an arena or files at `path` lie in huge pages.
 
-    A GPU registers such an arena faster, and files there are written several times as fast. Nothing
-    is said of files on a disk.
+    A GPU registers an arena in huge pages faster, and files in huge pages are written several times
+    as fast. Nothing is yielded for files on a disk.
 
     mounts: as in /proc/self/mountinfo; see proc_pid_mountinfo(5).
     """
@@ -170,9 +170,10 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
 
 
 def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
-    """Returns the tmpfs that a path is in, and whether it gives huge pages; None outside of one.
+    """Returns the tmpfs that a path is in, and whether it gives huge pages; None if in no tmpfs.
 
-    The path's mount is the one at the nearest directory, the last there.
+    A path belongs to the mount at the nearest directory above it; of several mounts there, to the
+    last.
     """
     nearest, kind, options = Path(), "", ""
     for line in mounts.splitlines():

@@ -1,4 +1,4 @@
-"""`pdstore ls`, `du`, `inspect` and `purge`: the values of a pool, seen, read and forgotten."""
+"""`pdstore ls`, `du`, `inspect` and `purge`: they list, read and forget the values of a pool."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from pdstore.store.seal import seal_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 
-_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # whoever may write to a pool makes others, too
+_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # writers of a pool can make any other key
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
-_MOST_PARTS = 4096  # no layout has as many, and whoever may write to a pool may name any
+_MOST_PARTS = 4096  # no layout has as many, but any writer of a pool can name a part
 
 
 class OpenPool(NamedTuple):
-    """A store with its listing, which shows values as they are stored, encrypted ones too."""
+    """A store, and the list of its values as they are stored, encrypted or not."""
 
     settings: Settings
     store: Store
     lists: ListsValues | None
 
     def listed_values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
-        """Lists values. Raises ConfigError for a store that cannot; StoreError."""
+        """Lists values. Raises ConfigError for a store that cannot list them, and StoreError."""
         if self.lists is None:
             raise ConfigError(
                 f"{self.store.label} cannot list its values: no ListsValues (see docs)"
@@ -50,7 +50,7 @@ class OpenPool(NamedTuple):
     def read(self, key: BlockKey) -> Header | None:
         """Reads a value and returns its header; None if it is missing.
 
-        Raises BadValue if it is damaged or cannot be decrypted; StoreError.
+        Raises BadValue if the value is damaged or cannot be decrypted, and StoreError.
         """
         length = self.lists.length_of(key) if self.lists else None
         if length is None:
@@ -70,12 +70,12 @@ class OpenPool(NamedTuple):
 
 
 def missing_pool(url: str) -> Path | None:
-    """Returns the directory or the arena that opening the store would make; None if it is there."""
+    """Returns the directory or arena that opening the store would create; None if it exists."""
     if not url.startswith(("file://", "shm://")):
         return None
     place = StoreURL.of(url)
     if place.scheme == "file":
-        if place.host:  # the URL is not right, which opening it tells
+        if place.host:  # a wrong URL: opening it raises the error
             return None
         path = Path(place.path) if place.path else cache_directory("pool")
     else:
@@ -88,11 +88,11 @@ def missing_pool(url: str) -> Path | None:
 def open_pool(url: str | None) -> Iterator[OpenPool]:
     """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
 
-    Raises ConfigError, also for files or an arena that nobody has made yet; StoreError.
+    Raises ConfigError, also if the directory or arena does not exist yet, and StoreError.
     """
     settings = read_settings(**({"store": url} if url else {}))
     path = missing_pool(settings.store)
-    if path is not None:  # opening it would make a pool: an arena of a default size
+    if path is not None:  # opening it would create a pool, such as an arena of the default size
         raise ConfigError(
             f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
             " PDSTORE_STORE or --store the URL that they have"
@@ -106,10 +106,10 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
 
 
 class StoredKey(NamedTuple):
-    """The parts of a key.
+    """The fields of a key.
 
-    name: the prefix hash of a block, the id of a hand-off.
-    num_tokens: of a tail; None for whole blocks, whose key does not say.
+    name: a block's prefix hash, or a marker's hand-off id.
+    num_tokens: tokens of a tail; None for a whole block, whose key does not tell.
     """
 
     kind: Kind
@@ -121,7 +121,7 @@ class StoredKey(NamedTuple):
 
     @classmethod
     def parsed(cls, key: BlockKey) -> StoredKey | None:
-        """Reads a key; None for one that pdstore does not make."""
+        """Parses a key; returns None for a key that pdstore does not make."""
         if key == POOL_ID_KEY:
             return cls(Kind.POOL, "")
         if block := _BLOCK.fullmatch(key):
@@ -167,7 +167,7 @@ class NamespaceUse:
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
-    """Counts values by namespace, the largest first; the pool's own id belongs to none."""
+    """Counts values by namespace, the largest first; the pool's id belongs to no namespace."""
     uses: dict[str, NamespaceUse] = {}
     for value in values:
         key = StoredKey.parsed(value.key)
@@ -181,7 +181,7 @@ _UNREADABLE = {
     Reason.FORGED: "damaged or forged: its seal is broken",
 }
 DIGITS = 12
-"""Digits of a namespace that people are shown: enough to tell those of a pool apart."""
+"""Digits of a namespace that people are shown: enough to tell a pool's namespaces apart."""
 
 
 def ls(url: str | None, prefix: str, limit: int) -> Answer:
@@ -258,7 +258,7 @@ def _line(value: StoredValue) -> list[str]:
 def inspect(url: str | None, text: str) -> Answer:
     """Reads one value and compares its header with its key. Status 1 if it is missing or wrong.
 
-    text: a key, or a piece that only one key has.
+    text: a key, or a text that only one key contains.
     Raises ConfigError.
     """
     with open_pool(url) as pool:
@@ -286,9 +286,9 @@ def inspect(url: str | None, text: str) -> Answer:
 
 
 def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
-    """Returns the one value whose key is, or has in it, `text`; None if there is none.
+    """Returns the value whose key is `text`, or the only one whose key contains it; else None.
 
-    Raises ConfigError if there are several.
+    Raises ConfigError if several keys contain `text` and none is equal to it.
     """
     meant = [value for value in pool.listed_values() if text in value.key]
     exact = [value for value in meant if value.key == text]
@@ -317,10 +317,10 @@ def _shown(name: str, value: Json) -> str:
 
 
 def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
-    """Clears the one namespace whose hex digits begin so; a rehearsal only counts.
+    """Clears the namespace whose hex digits begin with `beginning`; a rehearsal only counts.
 
-    Raises ConfigError if the pool has none or several, which names them; and for less than all
-    digits where the store cannot list its values.
+    Raises ConfigError, with the namespaces' names, if none or several begin so. Raises ConfigError
+    if the store cannot list its values and `beginning` is not all 32 digits.
     """
     with open_pool(url) as pool:
         label, lists = pool.store.label, pool.lists
@@ -341,7 +341,7 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
 
 
 def _namespace_of(uses: list[NamespaceUse] | None, beginning: str, label: str) -> NamespaceUse:
-    """Returns the one namespace that is meant. Raises ConfigError."""
+    """Returns the namespace that `beginning` means. Raises ConfigError as `clear` does."""
     if len(beginning) == 32:
         try:
             prefix_of(beginning)

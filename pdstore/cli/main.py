@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status.
 
     arguments: None takes the process's own.
-    Returns 0; 1 where the command found something wrong in what it looked at; 2, after one line on
-    stderr, for an error that the user can mend; 130 after Ctrl-C.
+    Returns 0; 1 if the command found something wrong in what it looked at; 2 for an error that the
+    user can mend, after one line on stderr; 130 after Ctrl-C.
     """
     try:
         run: Callable[..., object] = importlib.import_module("pdstore.cli.app").app
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def printable(text: str) -> str:
     """Returns text with a `?` for each control character but line ends.
 
-    Whoever may write to a pool chooses keys, and a key may be an instruction to a terminal.
+    Anyone who can write to a pool can choose a key that contains instructions to a terminal.
     """
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def drop_output() -> None:
-    """Sends standard output nowhere, so that what it still holds is no error at the exit."""
+    """Sends standard output to /dev/null, so that flushing it at the exit raises no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Checks of P and D by what they say of themselves: one pool, one namespace, field by field."""
+"""Compares what P and D tell of themselves: they must use one pool and one namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import AliasPath, BaseModel, Field
 from pdstore.cli.answer import Finding, bad, info, ok, warn
 from pdstore.errors import ConfigError
 
-_MOST_BYTES = 4 << 20  # of an answer; an engine's /metrics has less than a tenth of it
+_MOST_BYTES = 4 << 20  # read of an answer; an engine's /metrics has less than a tenth of that
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
@@ -23,12 +23,12 @@ _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTO
 class Peer(BaseModel):
     """The part of an instance's status that is compared; the rest is for people.
 
-    digest: of its namespace.
-    fields: its namespace, as `Namespace.describe` has it; empty where only metrics tell of it.
-    pool: the id of its pool; None if it does not tell or does not know it yet.
-    store: the URL of its store without secrets; empty if it does not tell.
-    lease_s: of what it has matched; 0 if it does not know it yet.
-    url: the one that it was asked at.
+    digest: of the instance's namespace.
+    fields: the namespace as `Namespace.described`; empty if only metrics tell the namespace.
+    pool: the id of the instance's pool; None if it does not tell the id or does not know it yet.
+    store: the URL of the instance's store, without secrets; empty if it does not tell.
+    lease_s: seconds that the store keeps a matched value; 0 if not known yet.
+    url: the URL at which the instance was asked.
     """
 
     digest: str = Field(validation_alias=AliasPath("namespace", "hex"))
@@ -67,7 +67,7 @@ def _status_of(url: str) -> Peer | Finding:
 
 
 def _silence(url: str, error: Exception) -> Finding:
-    """Returns what is wrong where no status was read: the URL, nobody there, or no pdstore."""
+    """Returns why no status was read: a wrong URL, no answer, or an instance without pdstore."""
     if isinstance(error, ConfigError):
         return bad(f"peer {url}", str(error), "write http://HOST:PORT")
     is_away = isinstance(error, ConnectionError | TimeoutError | urllib.error.URLError)
@@ -85,8 +85,8 @@ def _silence(url: str, error: Exception) -> Finding:
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     """Yields whether all instances use one pool and one namespace.
 
-    With one URL the instance is only asked; with several each is compared with the first. An
-    instance without a status is known by `pdstore_info` of its metrics, which has only the digest.
+    A single instance is only shown; of several, each is compared with the first. For an instance
+    without a status page, the metric `pdstore_info` is read, which tells only a digest.
     """
     peers = []
     for url in urls:
@@ -155,11 +155,11 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
 def _get(url: str, **headers: str) -> bytes:
     """Returns the body at a URL, or its first 4 MiB. Follows redirects, uses no proxy.
 
-    Raises ConfigError for a URL of something else; OSError or http.client.HTTPException.
+    Raises ConfigError for a URL that is not HTTP; OSError or http.client.HTTPException.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError("a URL begins with http:// or https://")
-    # the environment's proxies are for other networks
+    # proxies of the environment lead to other networks
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers)
     with opener.open(request, timeout=_TIMEOUT_S) as answer:

@@ -1,4 +1,4 @@
-"""Records: one record for each request, made when it has ended and all of its jobs have."""
+"""Records: makes one record for each request, once the request and all of its jobs have ended."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Records:
         self._patience_s = patience_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._ended: dict[EngineRequest, float] = {}  # with the time when its record is made
+        self._ended: dict[EngineRequest, float] = {}  # and until when its record waits
 
     def ended_request(self, request_id: str) -> EngineRequest | None:
-        """Returns the request of this id that has ended and still has jobs; None without one."""
+        """Returns the ended request with this id whose record still waits for jobs; else None."""
         with self._lock:
             return next((each for each in self._ended if each.id == request_id), None)
 
     def has_running_jobs(self) -> bool:
-        """Returns whether jobs of a request that has ended still run, for which a record waits."""
+        """Returns whether a request has ended whose record still waits for running jobs."""
         now = self._clock()
         with self._lock:
             late = [request for request, at in self._ended.items() if now > at]
@@ -49,7 +49,7 @@ class Records:
         return bool(self._ended)
 
     def job_ended(self, request: EngineRequest, end: JobEnd) -> None:
-        """Adds the end of a job of a request, which may have ended before."""
+        """Adds the end of a job; its request may have ended before."""
         if end.direction is Direction.SAVE:
             request.cache.note_saves([end.reason])
         with self._lock:
@@ -59,7 +59,7 @@ class Records:
             self._make(request)
 
     def end_request(self, request: EngineRequest) -> None:
-        """Makes the record of a request that has ended, now or when its jobs have."""
+        """Makes the record of a request that has ended, now or when its jobs have ended."""
         with self._lock:
             self._ended[request] = self._clock() + self._patience_s
             is_over = len(request.ends) >= request.num_jobs
@@ -79,7 +79,7 @@ class Records:
 
 
 def record_of(request: EngineRequest, role: str) -> RequestRecord:
-    """Returns the record of a request: of several ranks the one that did least counts."""
+    """Returns the record of a request; if ranks differ, the rank that did least counts."""
     handoff = request.handoff or (request.given.id if request.given is not None else None)
     loads, saves = (
         [end for end in list(request.ends) if end.direction is direction] for direction in Direction
@@ -115,7 +115,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
 def _phase(
     request: EngineRequest, name: str, intervals: Sequence[Interval | None]
 ) -> tuple[Phase, ...]:
-    """Returns the phase from the first begin to the last end, if there is one."""
+    """Returns the phase from the first begin to the last end; nothing without a known interval."""
     known = [interval for interval in intervals if interval is not None]
     if not known:
         return ()
@@ -125,10 +125,10 @@ def _phase(
 
 
 def _saved_by_all(saves: Sequence[JobEnd], *, is_published: bool) -> int:
-    """Returns the leading tokens that are durable in the pool: all ranks make each save.
+    """Returns how many leading tokens are durable on all ranks; each save has a job on every rank.
 
-    A save knows of its own blocks alone, so one that fell short ends the count. The last one of a
-    hand-off knows of all.
+    A save knows only its own blocks, so a save that fell short ends the count. But the last save of
+    a hand-off knows all blocks of the prompt.
     """
     ends_of: dict[int, list[JobEnd]] = {}
     for end in saves:

@@ -1,7 +1,7 @@
-"""EngineRequest: the state of one request, from its lookup to its last save, whatever the engine.
+"""EngineRequest: the state of one request, from its lookup to its last save, for any engine.
 
-An adapter asks it what to load and what to save, and says what has become of that. It moves no
-bytes: the engine gives the plans to `KVPool`, which may be in another process.
+An adapter asks an EngineRequest what to load and what to save, and tells it the outcome. It moves
+no bytes: the engine gives its plans to `KVPool`, which may be in another process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdstore.worker.job import Job
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """One load, in the words of `KVPool.load`.
+    """One load, as the arguments of `KVPool.load`.
 
     num_tokens: leading tokens that the engine counts on. A load that brings fewer has failed.
     """
@@ -38,9 +38,9 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save, in the words of `KVPool.begin_save`; it follows the request's earlier saves.
+    """One save, as the arguments of `KVPool.begin_save`; the request's earlier saves come before.
 
-    starts: the hand-off that D may follow from now on, with the tokens of its prompt.
+    starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
     """
 
     keys: PromptKeys
@@ -73,7 +73,7 @@ class JobEnd:
     request_id, number: the engine's names of the request and the save; a load has no number.
     num_tokens, reason: as in `JobResult`.
     ran: from its start to its end; None for a job that could not begin.
-    in_store: from its first call of the store to the end of the last, if it made one.
+    in_store: from the begin of its first store call to the end of its last; None without a call.
     """
 
     request_id: str
@@ -94,7 +94,7 @@ class JobEnd:
         """Returns the end of a job that has just ended."""
         result, calls, now = job.result, job.in_store, time.monotonic()
         assert result is not None
-        zero = time.time() - now  # monotonic seconds are this host's own
+        zero = time.time() - now  # the monotonic clock's zero, in seconds since the epoch
         return cls(
             request_id,
             number,
@@ -110,23 +110,23 @@ class JobEnd:
 class EngineRequest:
     """One request's use of the pool. Only the scheduler's thread calls it.
 
-    Each plan becomes one job on each rank, and `Records.job_ended` gets every end.
+    Each plan becomes one job on each rank, and `Records.job_ended` gets the end of every job.
 
     id, traceparent: of the request, for its record.
-    params: its `kv_transfer_params`. Raises ValueError for a hand-off that is malformed.
+    params: the request's `kv_transfer_params`. A malformed hand-off in them raises ValueError.
     prompt_times: decides what is loaded; None loads all that is found.
     may_load: False if the engine computes all of the prompt, whatever the pool has.
-    may_follow: load a hand-off while P still saves it. Without it D waits until P is done: for
-      engines in which a load that falls short fails its request.
-    num_ranks: workers that make each load and each save.
+    may_follow: True to load a hand-off while P still saves it. False makes D wait until P is done;
+      use it if the engine fails a request whose load falls short.
+    num_ranks: how many workers take part in each load and each save.
 
     handoff: the hand-off's id if this instance is P for the request, else None.
     given: the hand-off that came with the request, if this instance is D.
     found: the lookup's match, once `poll` has seen it.
     num_present: leading tokens that the engine had when it last asked what can be loaded.
     num_saved: leading tokens that are in the pool or being saved.
-    num_fed: tokens of the prompt that the model was given here.
-    num_jobs, ends: planned jobs of all ranks, and how those that are over have ended.
+    num_fed: tokens of the prompt that this instance's model was given to compute.
+    num_jobs, ends: the number of planned jobs on all ranks, and the ends of those that are over.
     """
 
     cache: PrefixCacheManager
@@ -167,7 +167,7 @@ class EngineRequest:
         self._is_answering = False
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, self.params)
-            if Handoff.of(self.params) is not None:  # D got the request at the same time
+            if Handoff.of(self.params) is not None:  # the router asks D at the same time
                 self._starts = ((self.handoff, self.keys.num_tokens),)
         else:
             self.given = Handoff.of(self.params)
@@ -177,7 +177,7 @@ class EngineRequest:
             self._lookup = find(self.keys, None if is_prefill else self.params)
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Returns whether it is known what can be loaded; the first call waits at most so long."""
+        """Returns whether it is known what can be loaded; the first call waits up to `wait_s`."""
         if self._lookup is None or self.found is not None:
             return True
         self.found = self._lookup.poll()
@@ -190,16 +190,16 @@ class EngineRequest:
         return self.found is not None
 
     def find(self, num_present: int, num_tokens: int) -> int:
-        """Returns how many leading tokens can be there when a load has ended, once `poll` is true.
+        """Returns how many leading tokens the engine can have after a load, once `poll` is true.
 
-        num_present: leading tokens that the engine has. The result if no load is worth it.
-        num_tokens: of the prompt, or of the prompt and the answer of a preempted request.
+        num_present: leading tokens that the engine has now; also the result if no load is worth it.
+        num_tokens: tokens of the prompt; for a preempted request, those of its answer as well.
         """
         self.num_present = num_present
         if self.found is None or not self.may_load or num_present >= num_tokens - 1:
             return num_present  # the last token is computed anyway
-        # The last token is computed again. If the engine were told that all are present, it would
-        # give back the block that only the last token's window still reads.
+        # The engine computes the last token again. If it were told that all tokens are present, it
+        # would give back the block that only the last token's window still reads.
         most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
         if self.prompt_times is None:
@@ -215,7 +215,7 @@ class EngineRequest:
         return self.decision.num_tokens
 
     def plan_load(self, end: int, room: int) -> LoadPlan:
-        """Returns the load of the tokens behind `num_present`.
+        """Returns the load of the tokens after `num_present`.
 
         end: leading tokens that the engine counts on: what `find` returned, or fewer.
         room: tokens that fit into the engine blocks of the request.
@@ -235,7 +235,7 @@ class EngineRequest:
         return self._load is not None and len(self._load_ends()) < self.num_ranks
 
     def end_load(self) -> int:
-        """Ends the load when all ranks' jobs have; returns the leading tokens that are there now.
+        """Ends the load once all ranks' jobs have ended; returns the leading tokens present now.
 
         A load that fell short is not tried again.
         """
@@ -251,13 +251,13 @@ class EngineRequest:
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
-        if not self._is_fed:  # else it was preempted, and no client waits for its first token
+        if not self._is_fed:  # else it was preempted: its client has a first token
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
         return num_loaded
 
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
-        """Loads nothing for this request any more, because something failed for it."""
+        """Gives up loads for this request, because something failed."""
         if self.prompt_times is not None:
             self.prompt_times.load_ended(self, self.num_present)
         self.may_load = False
@@ -273,13 +273,13 @@ class EngineRequest:
     def failure(self) -> Reason | None:
         """The reason why the request must end now: its hand-off fell short.
 
-        None if it goes on, which PDSTORE_ON_MISS decides.
+        None if the request goes on; PDSTORE_ON_MISS decides that.
         """
         must_load = self.given is not None and self.settings.on_miss == "fail"
         return self.reason if must_load else None
 
     def begin_step(self, start: int, stop: int) -> None:
-        """Counts the tokens that a step computes. start, stop: the first one and the one behind."""
+        """Counts the tokens that a step computes. stop: the index after the last of them."""
         end = self.keys.num_tokens
         if self._is_fed or start >= end:
             return
@@ -290,9 +290,10 @@ class EngineRequest:
             self.prompt_times.begin_step(self, start, min(stop, end))
 
     def end_prompt(self) -> None:
-        """Ends the time of computing the prompt: its first token is there. Again is fine.
+        """Ends the time of computing the prompt, once the answer has its first token.
 
-        An engine that begins steps of several requests says it of all before the next step begins.
+        A second call does nothing. An engine calls it for all requests of a step before the next
+        step.
         """
         if not self._is_answering:
             self._is_answering = True
@@ -303,13 +304,14 @@ class EngineRequest:
     def plan_save(self, start: int, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
         """Returns the save of what a step computes; None if it completes no block.
 
-        start, stop: as `begin_step` takes them. The blocks of an answer are saved as soon as all of
-          their tokens are before `stop`: leave out those that a later step may compute again.
-        token_ids: the prompt's and the answer's, at least those before `stop`.
+        start, stop: as `begin_step` takes them. A block of the answer is saved as soon as all of
+          its tokens are before `stop`: leave out tokens that a later step may compute again.
+        token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
         if self._is_prompt_pending and self.settings.role != "decode":
             if self.handoff is not None and not self.num_saved:
-                # The engine had them, so they were saved: the hand-off saves what is gone again.
+                # The engine had the tokens before `start`, so they were saved; the hand-off saves
+                # again what the store has lost.
                 self.num_saved = start - start % self.keys.block_tokens
             return self._plan_save(self.keys.prefix(stop))
         step = self.keys.block_tokens
@@ -318,7 +320,7 @@ class EngineRequest:
         return None
 
     def end(self) -> HandoffId | None:
-        """Ends the request; returns the hand-off to abort, because nothing will publish it."""
+        """Ends the request; returns its hand-off if nothing will publish it: then abort it."""
         if self.prompt_times is not None:
             self.prompt_times.forget(self)
         if self._lookup is not None:
@@ -338,7 +340,7 @@ class EngineRequest:
 
     @property
     def _is_prompt_pending(self) -> bool:
-        """True while a part of the prompt is to be saved, or its hand-off to be published."""
+        """True while some of the prompt is still to be saved, or its hand-off to be published."""
         is_saved = self.num_saved >= self.keys.num_tokens
         return not is_saved or (self.handoff is not None and not self.is_published)
 
@@ -347,7 +349,7 @@ class EngineRequest:
         return [end for end in new if end.direction is Direction.LOAD]
 
     def _plan_save(self, keys: PromptKeys) -> SavePlan | None:
-        """Returns the save of the new tokens of `keys`; the prompt's last one publishes it."""
+        """Returns the save of the new tokens of `keys`; the last save of a prompt publishes it."""
         is_last = self._is_prompt_pending and keys.num_tokens == self.keys.num_tokens
         handoff = self.handoff if is_last else None
         if keys.num_tokens <= self.num_saved and handoff is None:

@@ -1,6 +1,6 @@
 """self_test: saves a prompt in the store, loads it elsewhere, and compares every byte.
 
-An engine runs it before it serves (PDSTORE_SELFTEST), `pdstore doctor` for a model's layout.
+An engine runs it at its start, with PDSTORE_SELFTEST=1; `pdstore doctor`, for a model's layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdstore.worker.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 60.0  # a job ends at its deadline; this is for a machine that is late
+_GRACE_S = 60.0  # after a job's deadline, at which it ends, for a slow machine
 _MOST_ID = 1 << 15
 
 
@@ -46,7 +46,7 @@ class StepFailed(StoreError):
 
 
 class Tried(NamedTuple):
-    """A prompt whose every byte came back. seconds: of each step that has been timed."""
+    """A prompt that was loaded exactly as it was saved. seconds: the time of each step."""
 
     num_bytes: int
     seconds: dict[str, float]
@@ -62,13 +62,13 @@ def self_test(
 ) -> Tried:
     """Saves random KV, loads it elsewhere, and compares every byte of it.
 
-    Block copies, staging and store are those that an engine uses; the KV cache is a small one on
-    the device, and in the order in memory, of the engine's own, which is not touched. The prompt
-    is of a namespace of its own, and removed at the end.
+    It uses the block copies, the staging and the store that an engine uses. But it does not touch
+    the engine's KV cache: it makes a small cache on the same device, in the same order in memory.
+    The prompt has a namespace of its own, and is removed at the end.
 
-    kv_caches: the engine's, as `KVPool` takes them; one block of each is enough.
-    num_tokens: of the prompt; None: one block of the layout.
-    store: the caller's; None opens PDSTORE_STORE.
+    kv_caches: the engine's tensors, as `KVPool` takes them; one block of each is enough.
+    num_tokens: tokens of the prompt; None takes one block of the layout.
+    store: a store that the caller closes; None opens PDSTORE_STORE.
     Raises StepFailed; ConfigError and LayoutError as `KVPool` does.
     """
     settings = settings.model_copy(update={"publish": True})
@@ -104,7 +104,7 @@ def _try(
             _finish("save", keys, pool.save(keys, here), settings.deadline_s)
         with _timed("find", seconds):
             _expect("find", store.match(names), len(names))
-        for _ in range(2):  # the first one waits for new memory, and only the last one counts
+        for _ in range(2):  # the first load waits for new memory; only the second counts
             with _timed("load", seconds):
                 _finish("load", keys, pool.load(keys, there), settings.deadline_s)
     finally:
@@ -121,7 +121,7 @@ def _try(
 
 @contextlib.contextmanager
 def _timed(step: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Times a step, and gives a store's error the name of the step that it ended."""
+    """Times a step; turns an error of the store into a StepFailed that names the step."""
     start = time.perf_counter()
     try:
         yield
@@ -153,7 +153,7 @@ def _prompt_of(
 ) -> list[torch.Tensor]:
     """Returns the bytes of a prompt's tokens in each cache."""
     held = (cache[blocks[0] : blocks[-1] + 1].flatten(0, 1)[:num_tokens] for cache in caches)
-    return [tokens.contiguous().view(torch.uint8) for tokens in held]  # NaN is not equal to itself
+    return [tokens.contiguous().view(torch.uint8) for tokens in held]  # as bytes: NaN != NaN
 
 
 def _random_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

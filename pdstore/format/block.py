@@ -25,7 +25,7 @@ START_BYTES = HEADER_BYTES - _SUM.size
 
 
 class Header(NamedTuple):
-    """The header of a value; every field is compared with the one that its key stands for."""
+    """The header of a value. Every field is compared with what the value's key asks for."""
 
     flags: int
     group: int
@@ -65,7 +65,7 @@ def write_checksum(value: memoryview, computed: int | None = None) -> None:
 
 
 def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bool:
-    """True if `verify` finds nothing wrong with a value of the right length; quicker than it.
+    """True if `verify` would accept a value of the right length; it is quicker than `verify`.
 
     start: `start_of` the expected header.
     """
@@ -78,7 +78,7 @@ def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bo
 def verify(value: memoryview, expected: Header, computed: int | None = None) -> Reason | None:
     """Returns why this value must not be used, or None if it may be.
 
-    CORRUPT is damaged; FOREIGN is whole, but of another key.
+    CORRUPT: the value is damaged. FOREIGN: it is whole, but belongs to another key.
     computed: the `checksum` of these very bytes, where it is known already.
     """
     header = read_header(value, computed)
@@ -101,9 +101,10 @@ def read_header(value: memoryview, computed: int | None = None) -> Header | None
 def checksum(value: memoryview) -> int:
     """Returns the xxh3_64 of the header without its checksum and of the payload's digests.
 
-    A digest is the xxh3_64 of CHUNK_BYTES of the payload, with zeros behind the last; the payload's
-    length follows them. All have eight bytes, little-endian; without a payload there are none.
-    Chunks, so that a GPU can sum what it has copied.
+    A digest is the xxh3_64 of one chunk: CHUNK_BYTES of the payload. The last chunk is filled up
+    with zeros. The payload's length follows the digests. Each digest and the length have eight
+    bytes, little-endian; a value without a payload has neither. A GPU can compute the checksum
+    because the chunks' digests can be computed in parallel.
     """
     payload = value[HEADER_BYTES:]
     chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)]

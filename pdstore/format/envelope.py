@@ -8,8 +8,9 @@
     nonce     zeros, 4 | number
     bound in  head | the text of the value's key (associated data)
 
-A run is one writer's random name, and it numbers its values: so no run key meets a nonce twice,
-however many writers share a seal key. `tests/format/test_block.py` fixes the format.
+A run is the random name of one writer, which numbers the values that it encrypts. So no run key is
+used with one nonce twice, however many writers share a seal key. `tests/format/test_block.py` fixes
+the format.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Envelopes:
 
     Any thread may call it.
 
-    keys: seal keys of SEAL_KEY_BYTES; the first encrypts, each of them decrypts.
-    run: of this writer; it must be new. None: a random one.
+    keys: seal keys of SEAL_KEY_BYTES; the first encrypts, and all of them decrypt.
+    run: the name of this writer, which must be new; None takes a random one.
     """
 
     added_bytes = ENVELOPE_BYTES
@@ -73,8 +74,8 @@ class Envelopes:
     def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
         """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
 
-        OTHER_SEAL: an envelope of another seal key or version. FORGED: no envelope, or not the one
-        that was encrypted under this key. With either, `value` may hold anything.
+        OTHER_SEAL: an envelope of another seal key or version. FORGED: no envelope, or one that was
+        not encrypted for this `key`. In both cases `value` may hold anything.
         """
         head = bytes(envelope[: _HEAD.size])
         magic, version, key_id, run, number = _HEAD.unpack(head)

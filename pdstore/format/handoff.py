@@ -1,10 +1,11 @@
-"""Handoffs from P to D: their names and markers, their place in P's answer, and P's heartbeat.
+"""Hand-offs from P to D: their names and markers, what P's answer says of them, and P's beats.
 
-The client waits for P's answer, so P says only what it has at hand, and asks no store and no file:
-the name of the last block, how its last save ended, a digest of its weights that a thread has made.
+The client waits for P's answer. So the answer says only what P knows without asking a store or
+reading a file: the name of the last block, how P's last save ended, and a digest of P's weights
+that a thread has made before.
 
-Beats show that the instance which saves a hand-off is alive. Beat n is put under key n modulo RING,
-and those before beat n - 1 are removed after it.
+Beats show that the instance that saves a hand-off is alive. The instance stores beat n under the
+key number n modulo RING, and then removes the beats before beat n - 1.
 """
 
 # Decision: docs/decisions/011-markers.md
@@ -26,18 +27,19 @@ _HEX = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _ID = "attempt"  # the wire name of the hand-off's id
 RING = 4
 PERIOD_S = 1.0
-"""Seconds between two beats. A hand-off that is saved sooner costs no beat."""
+"""Seconds between two beats. A hand-off that is saved in less time costs no beat."""
 SILENCE_S = 1.35
 """Seconds without a beat after which an instance counts as dead."""
-_MOST_GAP_S = 0.6  # between two answers; after a longer one nothing is known of the time between
+_MOST_GAP_S = 0.6  # between two answers; a longer gap says nothing about the time in it
 
 
 class HandoffId(NamedTuple):
     """The random 128-bit name of one hand-off; never a request id, which may come twice.
 
-    instance: the random id of the instance that saves it, under which that one beats
-      (`beat_key`); None where it is not known, or does not beat.
-    is_doubtful: the instance's last save fell short, so it stores `started` for this one.
+    instance: the random id of the instance that saves the hand-off; it is in the keys of that
+      instance's beats (`beat_key`). None if the instance is not known or does not beat.
+    is_doubtful: True if the instance's last save fell short, so that it stores `started` for this
+      hand-off.
     """
 
     hex: str
@@ -60,7 +62,7 @@ class HandoffId(NamedTuple):
     def stage_done(self, namespace: Namespace, shard: int, stage: int) -> BlockKey:
         """Returns the key that P stores when one pipeline stage of a shard is durable.
 
-        Only P's stages look for it: the last of them stores `done`.
+        Only P's stages look for it: the last stage to end stores `done`.
         """
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:stage{stage}")
 
@@ -69,12 +71,12 @@ class HandoffId(NamedTuple):
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
     def started_marker(self, namespace: Namespace, num_shards: int, num_tokens: int) -> Header:
-        """Returns the value under `started`: it names the instance, which a router cannot know."""
+        """Returns the value under `started`: it names P's instance, which a router cannot know."""
         named = HandoffId(self.instance or self.hex)
         return named.marker(namespace, 0, num_shards, num_tokens)
 
     def instance_of(self, started: Header) -> str | None:
-        """Returns the id of the instance that put this `started`; None if that does not beat."""
+        """Returns the id of the instance that put this `started`; None if it does not beat."""
         named = started.prefix_hash.hex()
         return None if named == self.hex else named
 
@@ -101,15 +103,15 @@ def new_id() -> str:
 class Handoff:
     """The content of `kv_transfer_params["pdstore"]`.
 
-    P's answer has all of it; the request of a router that asks P and D at once, the id alone.
+    P's answer has all fields. A router that asks P and D at the same time sends only the id.
 
-    num_tokens: of the prompt.
+    num_tokens: tokens of the prompt.
     namespace: P's, as `Namespace.hex`.
     pool_id: of the pool that P saves to, in hex.
     fields: P's `Namespace.described`, for a message that tells the differences.
-    last_block: the prefix hash of the prompt's last block, in hex: it names all of its tokens.
-    last_save: why P's last save fell short; None if it did not. If so, D looks for `started` first.
-    weights_files: the digest of P's weights' files, where PDSTORE_WEIGHTS names the weights.
+    last_block: the prefix hash of the prompt's last block, in hex: it names the whole prompt.
+    last_save: None, or why P's last save fell short, so that D looks for `started` first.
+    weights_files: the digest of P's weights' files, if PDSTORE_WEIGHTS names the weights.
     """
 
     id: HandoffId
@@ -125,7 +127,7 @@ class Handoff:
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
         """Returns the hand-off in a request's `kv_transfer_params`; None where there is none.
 
-        Clients send it: one that is malformed raises ValueError with the field's name.
+        Clients may send anything: a malformed hand-off raises ValueError with the field's name.
         """
         said = (params or {}).get(_NAME)
         if said is None:
@@ -193,10 +195,10 @@ def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
 
 
 class Pulse:
-    """The beats of one instance, as another one sees them that asks the store again and again.
+    """Finds out from answers of the store whether another instance still beats.
 
-    For one thread. `asked_at` is when it asked, by `clock`: the answer is at least as new.
-    ring: the keys to ask for.
+    One thread calls it. `asked_at`: when the store was asked, by `clock`; the answer is not older.
+    ring: the keys of the beats, for which the store is asked.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class Pulse:
     def update(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
         """Compares the keys that are stored with those of the last answer.
 
-        Any change on the ring is a beat. The beats that a dead instance has left there do not
-        change. Only answers count: while D itself does not ask, P is not silent.
+        Any change among the keys of the ring is a beat. Beats that a dead instance has left behind
+        do not change. A time in which D did not ask the store does not count as P's silence.
         """
         seen = {key for key in self.ring if key in stored}
         if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:

@@ -1,4 +1,4 @@
-"""Tokens -> prefix hashes -> block keys, within a namespace.
+"""Derives prefix hashes from tokens, and block keys from prefix hashes, within a namespace.
 
 The format is fixed so that every engine, language and router derives the same keys
 (tests/format/vectors/keys.json):
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 def prefix_of(namespace: str) -> str:
-    """Returns the prefix that the keys of a namespace have, and no others; from its `hex`.
+    """Returns the text that only the keys of one namespace begin with, from `Namespace.hex`.
 
     Raises ValueError for anything but 32 lower-case hex digits.
     """
@@ -66,13 +66,13 @@ def prefix_of(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class Namespace:
-    """The properties that make bytes interchangeable if they are equal, and their digest.
+    """The properties that make two instances' bytes interchangeable if they are equal; a digest.
 
-    fields: the document; made by `Layout.namespace`.
+    fields: the properties by name, as `Layout.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
     windows: tokens of the sliding window of each KV group that has one.
-    bare_salt: the salt's field if it had no white space at its ends; None if it has none there.
-    digest: of the fields; given for one that is known by a stored key alone, without fields.
+    bare_salt: the field `salt` of the salt without white space at its ends; None if it has none.
+    digest: of the fields; given only for a namespace that is known just by its stored keys.
     """
 
     fields: Mapping[str, Json]
@@ -93,10 +93,11 @@ class Namespace:
 
     @cached_property
     def described(self) -> Mapping[str, str]:
-        """Each field in at most 40 characters, fit to be sent to the other instance.
+        """Each field as a text of at most 40 characters, which may be sent to other instances.
 
-        Equal layers in a row are shown once with their number, and what is still too long as a
-        digest. Of the salt only 16 bits show: enough to see a difference, not to guess it.
+        Equal layers in a row are shown once, with their number. A text that is still too long is
+        shown as a digest. The salt is shown as 16 bits of a digest: enough to see a difference, not
+        enough to guess the salt.
         """
         described = {}
         for name, value in self.fields.items():
@@ -142,13 +143,13 @@ def _digest(data: bytes) -> str:
 def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: Json) -> str:
     """Returns the text for `Layout.rope`: equal texts mean that equal tokens have equal KV.
 
-    fields: those of SHAPING, None for one that the model does not have.
-    max_model_len: tokens of the longest prompt; it counts for LongRoPE alone.
-    others: more that changes the KV of the engine.
+    fields: the fields in SHAPING, with None for a field that the model does not have.
+    max_model_len: tokens of the longest prompt; it matters only for LongRoPE.
+    others: other properties of the engine that change its KV.
     """
     rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        others["max_model_len"] = max_model_len  # selects the factors that K is rotated by
+        others["max_model_len"] = max_model_len  # it selects the factors of K's rotation
     return canonical({**fields, **others})
 
 
@@ -214,7 +215,7 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._items_of: dict[int, list[MultimodalItem]] = {}  # those that touch a block, in order
+        self._items_of: dict[int, list[MultimodalItem]] = {}  # by block, in order
         for item in (item for item in items if item.length > 0):
             first = max(0, item.offset // self.block_tokens)
             for block in range(first, (item.offset + item.length - 1) // self.block_tokens + 1):
@@ -223,14 +224,14 @@ class PromptKeys:
         self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32
-        self._last = b""  # those of the last full block, for `cut`; empty if they are not known
+        self._last = b""  # the last full block's tokens, for `cut`; empty if not known
         self._tail: bytes | None = None
 
     @classmethod
     def named(cls, namespace: Namespace, hashes: Sequence[bytes]) -> PromptKeys:
         """Returns the names of full blocks whose prefix hashes the engine has computed itself.
 
-        hashes: of HASH_BYTES each; equal ones must name equal blocks after equal prefixes.
+        hashes: of HASH_BYTES each; equal hashes must name equal blocks after equal prefixes.
         """
         keys = cls(namespace)
         keys._full = list(hashes)
@@ -267,8 +268,8 @@ class PromptKeys:
     def prefix(self, num_tokens: int) -> PromptKeys:
         """Returns a copy with the blocks that are complete within the first `num_tokens` tokens.
 
-        The tail is one of them only when those are all tokens. Later calls of `extend` do not
-        change the copy.
+        The tail is included only if `num_tokens` covers the whole prompt. Later calls of `extend`
+        do not change the copy.
         """
         short = PromptKeys.__new__(PromptKeys)  # `copy.copy` takes several times as long
         short.__dict__.update(self.__dict__)
@@ -282,10 +283,10 @@ class PromptKeys:
         return short
 
     def cut(self, num_tokens: int) -> PromptKeys:
-        """Returns the keys of the prompt that is the first `num_tokens` tokens, with its own tail.
+        """Returns the keys of the first `num_tokens` tokens, as a prompt with a tail of its own.
 
-        They are those that an instance made which has only these tokens. Raises ValueError for
-        fewer tokens than those before the last block: the others are not kept.
+        An instance that has only these tokens makes the same keys. Raises ValueError if they end
+        before the last block, because only the last block's tokens are kept.
         """
         if num_tokens == self.num_tokens:
             return self.prefix(num_tokens)
@@ -307,7 +308,7 @@ class PromptKeys:
             assert self._tail is not None
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
-        return cast("list[BlockKey]", keys)  # a NewType costs a call per key
+        return cast("list[BlockKey]", keys)  # calling the NewType would cost a call per key
 
     def _extend(self, token_bytes: bytes) -> PromptKeys:
         token_bytes = self._rest + token_bytes
@@ -333,7 +334,7 @@ class PromptKeys:
         return self
 
     def _extras(self, block: int, num_tokens: int) -> bytes:
-        """Returns what the items in a block's first tokens add to its hash."""
+        """Returns what the multimodal items in a block's first tokens add to the block's hash."""
         first = block * self.block_tokens
         return b"".join(
             length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
@@ -359,7 +360,7 @@ def int32_bytes(token_ids: Tokens) -> bytes:
         except OverflowError as error:
             raise ValueError("a token id does not fit 31 bits") from error
     data = words.tobytes()
-    if not data[3::4].isascii():  # a highest bit is set
+    if not data[3::4].isascii():  # the highest bit of an id is set
         raise ValueError("a token id is negative or does not fit 31 bits")
     return data
 

@@ -22,7 +22,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
-"""Bounds of the default: a block has at most four layer ranges, of 1 MiB or more each."""
+"""Limits of the default: a block has at most four layer ranges, each of 1 MiB or more."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerSpec:
     head_dim: elements of K per head and token; for MLA the latent with its rope part.
     value_dim: elements of V; None means as many as K, 0 means none (MLA).
     window: tokens of a sliding window; None for full attention.
-    table: which of the engine's block tables names its blocks, for engines with several.
+    table: the number of the engine's block table that names this layer's blocks.
     """
 
     num_kv_heads: int
@@ -53,8 +53,8 @@ class LayerSpec:
 class Pipeline:
     """The stages of an instance's layers, and the stage of this rank.
 
-    It is no part of the namespace, so P and D may have different stages. Therefore no value may
-    hold layers of two stages: every KV group must lie within one.
+    Stages are no part of the namespace, so P and D may have different stages. Therefore no value
+    may hold layers of two stages: every KV group must lie within one stage.
 
     stage_of: the stage of each layer, in the layout's order.
     stage: this rank's, counted from 0.
@@ -80,12 +80,14 @@ class Layout:
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: canonical text of the rope configuration.
-    page: None for payloads that are token-major, `[layer][token][head][K|V]`. For engines that pack
-      tokens in ways of their own: how one packs a page, in words; a namespace field. Payloads are
-      `[layer][head][page]` then: one head of an engine's block as it is; a tail is a whole page.
-    num_shards: shards by KV heads of each group (MLA groups have one), a multiple of `tp_size`.
+    page: None for token-major payloads, `[layer][token][head][K|V]`. For an engine that packs
+      tokens in its own way, a text that names this way; it is a namespace field. Payloads are then
+      `[layer][head][page]`: a page is one head of an engine block as it lies in memory, and a tail
+      is stored as a whole page.
+    num_shards: into how many shards the KV heads of a group are split (MLA groups have one shard);
+      a multiple of `tp_size`.
     draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
-    num_ranges: how many runs of layers a block is stored in, as even as they can be. P stores the
+    num_ranges: into how many layer ranges a block is split, as evenly as possible. P stores the
       values of one range while the model computes the next.
     pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
 
@@ -125,8 +127,8 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        With a `page`, and for an engine that `gives_back` blocks behind a sliding window, the
-        pool's block is the engine's: a larger one would reach over the window's edge.
+        With a `page`, and for an engine that `gives_back` blocks behind a sliding window, a stored
+        block is one engine block: a larger block would reach across the window's edge.
         """
         if page is not None and settings.salt is not None:
             raise LayoutError(
@@ -197,7 +199,7 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 without one."""
+        """The number of pipeline stages; 1 without a pipeline."""
         return 1 if self.pipeline is None else self.pipeline.num_stages
 
     def range_of(self, layer: int) -> int:
@@ -209,14 +211,14 @@ class Layout:
         return self.range_of(self.groups[part.group][0])
 
     def num_whole_ranges(self, num_layers: int) -> int:
-        """Returns how many `held_ranges` are complete once the first layers held are computed."""
+        """Returns how many `held_ranges` are complete after the first `num_layers` held layers."""
         if num_layers >= len(self.held_layers):
             return len(self.held_ranges)
         return self.held_ranges.index(self.range_of(self.held_layers[num_layers]))
 
     @cached_property
     def num_tables(self) -> int:
-        """Block tables of a request."""
+        """The number of block tables of a request."""
         return 1 + max(spec.table for spec in self.layers)
 
     @cached_property
@@ -239,7 +241,7 @@ class Layout:
 
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
-        """The parts that this rank saves and loads; an MLA group belongs to its whole stage."""
+        """The parts that this rank saves and loads; each rank of a stage owns its MLA groups."""
         shards, layers = self.owned_shards, set(self.held_layers)
         return tuple(
             part
@@ -255,7 +257,7 @@ class Layout:
 
     @cached_property
     def owned_shards(self) -> range:
-        """The shards that this rank marks in a hand-off: it has all parts of them in its stage."""
+        """The shards for which this rank stores `done`: it has all of their parts in its stage."""
         if self.grid_shards == 1:
             return range(1)
         per_rank = self.num_shards // self.tp_size
@@ -285,7 +287,7 @@ class Layout:
 
     @cached_property
     def cells(self) -> Layout:
-        """The layout as block copies see it: a page is one token of that many channels."""
+        """The layout for block copies, which treat a page as one token with many channels."""
         if self.page is None:
             return self
         layers = [
@@ -330,7 +332,7 @@ class Layout:
 def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
     """Returns the layer range that a layer belongs to, counted from 0.
 
-    Ranges are runs of layers, as even as they can be.
+    The layers are split into ranges as evenly as possible.
     """
     return layer * num_ranges // num_layers
 
@@ -338,7 +340,8 @@ def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
 def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, ...], ...]:
     """Returns the layer numbers of each KV group; groups in order of their first layer.
 
-    A group's layers are equal and of one range, and those of a range come before those of the next.
+    The layers of a group are equal and of one layer range. The groups of a range come before the
+    groups of the next range.
     """
     groups: dict[tuple[int, LayerSpec], list[int]] = {}
     for number, spec in enumerate(layers):
@@ -348,7 +351,7 @@ def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, 
 
 
 def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]:
-    """Returns the fields of an instance's namespace. The salt is in them as its digest.
+    """Returns the fields of an instance's namespace. The salt is included as a digest.
 
     weights: the weights' revision (`pdstore.weights_revision`).
     """
@@ -377,7 +380,7 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
 
 
 def _check_splits(layout: Layout) -> None:
-    """Raises LayoutError for layers and heads that do not split as asked."""
+    """Raises LayoutError for layers or heads that do not split into ranges or shards."""
     layers = layout.layers
     if not 1 <= layout.num_ranges <= len(layers):
         raise LayoutError(f"{len(layers)} layers do not make {layout.num_ranges} ranges")
@@ -393,7 +396,7 @@ def _check_splits(layout: Layout) -> None:
 
 
 def _check_stages(pipeline: Pipeline, layers: Sequence[LayerSpec], num_ranges: int) -> None:
-    """Raises LayoutError if the stages do not fit a model's layers in so many layer ranges."""
+    """Raises LayoutError if the stages do not fit a model's layers in `num_ranges` layer ranges."""
     stage_of, num_stages = pipeline.stage_of, pipeline.num_stages
     if len(stage_of) != len(layers) or set(stage_of) != set(range(num_stages)):
         raise LayoutError("each layer has a stage, and each stage of a pipeline has layers")

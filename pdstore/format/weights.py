@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: where they lie, and the digest that tells two of one shape apart."""
+"""The weights of a checkpoint: where they lie, and a digest that tells checkpoints apart."""
 
 # Decision: docs/decisions/009-weights-digest.md
 from __future__ import annotations
@@ -26,9 +26,10 @@ _READ_BYTES = 1 << 20
 def weights_revision(model: str | Path, settings: Settings) -> str:
     """Returns PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the files.
 
-    The digest covers the content only, neither names of directories nor times: every byte of small
-    files, the header and samples of every tensor of large ones (`file_digest`). It differs for two
-    checkpoints if any tensor was changed throughout, as training does. It may be equal if they
+    The digest covers the content only, neither names of directories nor times: every byte of a
+    small file; of a large file, the header and samples of every tensor (`file_digest`). It differs
+    for two checkpoints if any tensor was changed throughout, as training does. It may be equal if
+    they
     differ only in a few rows of a large tensor, for example of an embedding: give such
     checkpoints names of their own by PDSTORE_WEIGHTS.
 
@@ -50,10 +51,10 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
-    """Returns a checkpoint's directory, of a hub's name its snapshot in the hub's cache.
+    """Returns a checkpoint's directory; for a name on the hub, its snapshot in the hub's cache.
 
     revision: of the hub's repository; None for its main branch.
-    Returns None where neither is on this host.
+    Returns None if the checkpoint is not on this host.
     """
     directory = Path(model)
     if directory.is_dir():
@@ -71,9 +72,9 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
     """Returns a sha256 of the file, in hex.
 
     It covers every byte of a file of at most `whole_up_to` bytes, and of any file that is not
-    safetensors. Of larger safetensors it covers the header and, of every tensor, evenly spread
-    samples with its first and its last bytes; small tensors whole. A read of all would keep the
-    start of a large model waiting for minutes where its files are far away.
+    safetensors. For a larger safetensors file it covers the header, every byte of small tensors,
+    and evenly spaced samples of every other tensor, with that tensor's first and last bytes.
+    Reading all bytes could delay a large model's start by minutes, if its files are far away.
     """
     size = path.stat().st_size
     is_whole = size <= whole_up_to or path.suffix != ".safetensors"
@@ -86,7 +87,7 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
 
 
 def _spans_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Returns the spans to read of a large safetensors file; all of it if its header is wrong."""
+    """Returns what to read of a large safetensors file; the whole file if its header is bad."""
     data_at = 8 + int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(b"".join(_read(file, 8, min(data_at, _LARGEST_HEADER))))

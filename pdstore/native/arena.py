@@ -1,4 +1,4 @@
-"""An arena of libpdstore: values by key in a file that several processes map, and their copies."""
+"""NativeArena: an arena of libpdstore, which keeps values by key in a file that processes map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdstore.native.library import Library, checked, joined
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
-_BATCH_PATIENCE_NS = 20_000_000  # a job that ends waits for calls that make copies
+_BATCH_PATIENCE_NS = 20_000_000  # not longer: the end of a job waits for such a call
 _PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.CLOSED: (errors.StoreClosed, "is closed, or belongs to the parent process"),
@@ -38,7 +38,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
 
 
 class ArenaCounts(NamedTuple):
-    """Numbers of an arena's slots by their state, and of the slabs that are cut into slots."""
+    """Counts of an arena's slots in each state, and of the slabs that are cut into slots."""
 
     stored: int
     reserved: int
@@ -50,7 +50,7 @@ class ArenaCounts(NamedTuple):
 class ValueBatch(NamedTuple):
     """Values of an arena, and the copies between them and a paged cache.
 
-    The copies are packed as `Engine.submit` takes them; their payloads are set here.
+    The copies are packed as `Engine.submit` takes them; the library sets their payloads.
     """
 
     keys: Sequence[str]
@@ -72,7 +72,7 @@ class ValueBatch(NamedTuple):
         return sum(memoryview(self.sizes).cast("q"))
 
     def values(self, memory: int) -> ctypes.Structure:
-        """Returns the batch as the library takes it; it must outlive what is returned.
+        """Returns the batch as the library's struct; the batch must outlive the struct.
 
         memory: the address where this process maps the arena's values.
         """
@@ -93,7 +93,8 @@ class ValueBatch(NamedTuple):
 class Filled(NamedTuple):
     """The values that `NativeArena.fill` has stored, by index, and their bytes.
 
-    error: why not all values are stored now; then those of the first batches are, or none.
+    error: why not all values are stored; None if all are. After an error, only the values of the
+      first batches are stored, or none.
     """
 
     indices: Sequence[int]
@@ -104,10 +105,11 @@ class Filled(NamedTuple):
 class NativeArena:
     """An open arena. Any thread may call it; a call fails with a StoreError.
 
-    fd: of the file; stays the caller's.
-    times: five, in seconds: of a lease, that a match or a load gives; for which a new value is not
-      evicted; of the life of tails and markers after their last use; for which nobody gets what a
-      dead process had reserved; after which a call that does not get the lock raises StoreTimeout.
+    fd: the file's descriptor; the caller closes it.
+    times: five times in seconds: the lease that a match or a load gives; how long a new value is
+      not evicted; how long tails and markers live after their last use; how long slots that a dead
+      process had reserved are not reused; how long a call waits for the lock before it raises
+      StoreTimeout.
     label: begins the errors' messages.
     Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
     """
@@ -128,9 +130,9 @@ class NativeArena:
         _open_arenas.add(self)
 
     def close(self) -> None:
-        """Ends it for this process; running calls end first. Twice is fine.
+        """Closes the arena for this process, after running calls. A second call does nothing.
 
-        In the child of a fork it stays open for the parent.
+        The child of a fork closes only its own copy.
         """
         self._calls.pds_arena_close(self._handle)
 
@@ -141,10 +143,10 @@ class NativeArena:
     def find(self, keys: Sequence[str], *, leases: bool) -> list[bool]:
         """Returns for each key whether it is stored.
 
-        leases: leases the first ones that are, and looks for no others.
+        leases: True to lease the leading stored keys, and to stop at the first missing key.
         """
-        # A short call keeps Python's lock, which a busy engine gives back late. Long batches, and a
-        # call that has to wait for the arena's lock, do without.
+        # A short call keeps Python's lock, because a busy engine would give it back late. A long
+        # batch, or a call that has to wait for the arena's lock, releases Python's lock.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
         values = joined(keys), len(keys), leases, stored
         if len(keys) <= _SHORT_BATCH:
@@ -159,11 +161,11 @@ class NativeArena:
         self._check(self._calls.pds_arena_remove(self._handle, joined(keys), len(keys)))
 
     def clear(self, prefix: str) -> None:
-        """Forgets every value whose key begins so; the prefix is not empty."""
+        """Forgets every value whose key begins with `prefix`, which must not be empty."""
         self._check(self._calls.pds_arena_clear(self._handle, prefix.encode()))
 
     def counts(self) -> ArenaCounts:
-        """Counts the slots; it looks at all of them."""
+        """Counts the slots by state. It scans every slot, so it is slow for a large arena."""
         counts = abi.SlotCounts()
         self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
         return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
@@ -171,7 +173,7 @@ class NativeArena:
     def values(self) -> Iterator[tuple[str, int, float | None]]:
         """Yields key, bytes and seconds since the last use of each value, in no order.
 
-        The age is None for a time that cannot be. The lock is held for one page at a time.
+        The age is None if the stored time is impossible. The lock is held for one page at a time.
         """
         page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
         while following.value >= 0:
@@ -192,7 +194,7 @@ class NativeArena:
         addresses: Sequence[int],
         sizes: Sequence[int],
     ) -> int:
-        """Copies values in, unless they are stored; returns how many of the first it took.
+        """Copies values in, unless they are stored; returns how many leading values it took.
 
         memory: where this process has mapped the arena's memory.
         """
@@ -206,7 +208,7 @@ class NativeArena:
     def get(
         self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """Copies the values of the first keys out; returns how many were there."""
+        """Copies values out of the arena; returns how many leading keys were stored."""
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_get(
@@ -218,11 +220,11 @@ class NativeArena:
     def fill(self, batches: Sequence[ValueBatch], memory: int, kinds: bytes) -> Filled:
         """Stores the values of all batches: reserves, gathers, seals and publishes.
 
-        A batch is published when its copies have ended, in the order given.
+        Batches are published in the order given, each when its copies have ended.
 
-        batches: at least one; of one engine.
+        batches: at least one; all must be of one engine.
         memory: the address where this process maps the arena's values.
-        kinds: of all batches' values: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER each.
+        kinds: a byte for each value of all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
@@ -241,8 +243,8 @@ class NativeArena:
         """Leases values and starts to scatter them; the caller waits for the copies.
 
         memory: the address where this process maps the arena's values.
-        Returns None, and copies nothing, if a value is missing or seen to be wrong or the lock is
-        not free soon. Raises LayoutError or SwapError.
+        Returns None, and copies nothing, if a value is missing or is seen to be wrong, or if the
+        lock is not free soon. Raises LayoutError or SwapError.
         """
         handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
@@ -250,9 +252,9 @@ class NativeArena:
         return None if code else Ticket(self.library, handle)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
-        """Returns how many of the first values have stayed, and were right when copied.
+        """Returns how many leading values are still stored, and how many were right when copied.
 
-        copies: of `start_scatter`, and over.
+        copies: a ticket of `start_scatter` whose copies have ended.
         """
         there, right = c_int64(), c_int64()
         out = byref(there), byref(right)
@@ -290,10 +292,10 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
-    """Makes an empty file an arena; nobody else may have it open.
+    """Turns an empty file into an arena; nobody else may have the file open.
 
-    num_bytes: of memory for values, a multiple of `slab_bytes`.
-    seed: random, of the hashes of this arena's keys.
+    num_bytes: bytes of memory for values, a multiple of `slab_bytes`.
+    seed: a random number, for the hashes of this arena's keys.
     Raises ValueError for sizes that no arena has, OSError if the file system refuses.
     """
     code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)

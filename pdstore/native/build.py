@@ -29,7 +29,7 @@ _FOR_HOSTS: Sequence[str] = ("-DPDSTORE_CUDA=OFF",)
 def find_library(*, with_cuda: bool) -> Path:
     """The library's path: in the installed package, else built from the checkout's sources.
 
-    with_cuda: builds it for GPUs too, if nvcc is installed.
+    with_cuda: True to build it for GPUs as well, if nvcc is installed.
     Raises NativeError where there is no library and none can be built.
     """
     packaged = _PACKAGE / _FILE
@@ -40,7 +40,7 @@ def find_library(*, with_cuda: bool) -> Path:
 def find_built(
     package: Path = _PACKAGE, sources: Path = SOURCES, directory: Path | None = None
 ) -> Path | None:
-    """Returns the path of a library that serves host memory and is there; builds none.
+    """Returns the path of an existing library that can copy host memory; builds none.
 
     directory: the cache; None takes this user's.
     """

@@ -1,4 +1,4 @@
-"""Engine: the swap engine of one device and one layout, and Ticket: one of its copies."""
+"""Engine: the native swap engine of one device and one layout. Ticket: a copy that it has begun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RETURN_S = 0.5
 class Engine:
     """The block copies of one device and one layout. Any thread may call it.
 
-    options: fields of `abi.Options` by name; those left out are 0.
+    options: fields of `abi.Options` by name; fields left out are 0.
     parts, regions: `abi.PartShape` and `abi.Region`.
     Raises LayoutError for options that do not fit, DeviceError or SwapError from the device.
     """
@@ -36,7 +36,7 @@ class Engine:
     ) -> None:
         self._library = library
         self._calls = library.calls
-        self._lock = threading.Condition()  # no call may be running when the handle ends
+        self._lock = threading.Condition()  # no call may use the handle when it is closed
         self._num_lent = 0
         self._pid = os.getpid()
         self._handle = c_void_p()
@@ -50,14 +50,14 @@ class Engine:
         )
 
     def add_host(self, address: int, num_bytes: int) -> None:
-        """Adds a range of host memory; from then on every payload must lie within one range."""
+        """Adds a range of host memory; from then on every payload must lie in one of them."""
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
     def explain(self, direction: int, part: int, num_tokens: int) -> tuple[str, str]:
-        """The path that payloads of a part with this many tokens take, and the reason.
+        """Returns the copy path for a part's payloads of `num_tokens` tokens, and the reason.
 
-        direction: 0 from the cache to slots, 1 to the cache.
+        direction: 0 from the paged cache to slots, 1 from slots to the paged cache.
         Raises LayoutError.
         """
         plan = abi.Plan()
@@ -81,7 +81,8 @@ class Engine:
 
         items, ids: packed `abi.Item` and int64; copied before the call returns.
         stream: the copy begins after the work that this CUDA stream has queued; 0: at once.
-        ready: a CUDA event's handle that the copy waits for instead; it must live until the end.
+        ready: the handle of a CUDA event that the copy waits for instead; it must live until the
+          copy ends.
         Raises LayoutError for items that do not fit, SwapError.
         """
         handle, submit = c_void_p(), self._library.short_calls.pds_submit
@@ -94,11 +95,11 @@ class Engine:
     def read_values(
         self, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
     ) -> bool:
-        """Reads whole files, each to its address, on the engine's threads too, and verifies them.
+        """Reads whole files, each to its address, and verifies them; the engine's threads help.
 
         addresses, sizes: packed, 64 bits each; sizes are of at least 64 bytes.
         starts: the first 56 bytes of each value, side by side.
-        Returns whether all were there and right; if not, any bytes may have been written.
+        Returns whether all files were there and right; if not, the memory may hold anything.
         Raises SwapError if the engine is closed.
         """
         with self.lent() as handle:
@@ -112,14 +113,15 @@ class Engine:
     def write_values(
         self, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
     ) -> tuple[int, int]:
-        """Writes values to files, on the engine's threads too, each headed and summed on the way.
+        """Writes values to files, and adds their headers and checksums; the engine's threads help.
 
-        Each gets its start and its `block.checksum`, in memory too. A file that is there stays and
-        counts as written; the directory of a file is made, the one above it is not.
+        The header, with its `block.checksum`, is also written to memory. A file that exists stays
+        and counts as written. A file's directory is made if missing, but not the directory above.
 
-        temporary: begins names on the same file system that nobody else uses; no file stays there.
+        temporary: the beginning of temporary files' names, which nobody else uses, on the same file
+          system; no such file stays.
         addresses, sizes, starts: as `read_values` takes them.
-        Returns how many of the first were written, and why the next one was not: 0 or an errno.
+        Returns how many leading files were written, and why the next one was not: an errno; else 0.
         Raises SwapError if the engine is closed.
         """
         done, why = c_int64(), c_int32()
@@ -149,9 +151,9 @@ class Engine:
                 self._lock.notify_all()
 
     def close(self) -> None:
-        """Fails queued copies, waits for the device and frees everything. Idempotent.
+        """Fails queued copies, waits for the device and frees everything. May be called again.
 
-        Does nothing in a forked child: the parent may have been in a call.
+        Does nothing in a forked child: the parent may have been in a call at the fork.
         """
         if os.getpid() != self._pid:
             return

@@ -54,7 +54,7 @@ _KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64, "bytes": c_char_p}
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """Makes a struct of pdstore.h from fields written `name:type`; a number is a text's length."""
+    """Makes a struct of pdstore.h from fields written `name:type`; a number makes a text."""
     pairs = [word.split(":") for word in fields.split()]
     kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
     return type(name, (ctypes.Structure,), {"_fields_": kinds})
@@ -152,7 +152,7 @@ def raise_error(error: ctypes.Structure) -> None:
 
 
 def checked(call: Callable[..., int], *arguments: object) -> int:
-    """Calls a function of the library that ends with an `Error`, which it raises."""
+    """Calls a function of the library whose last argument is an `Error`, and raises that error."""
     error = Error()
     code = call(*arguments, byref(error))
     raise_error(error)
@@ -160,7 +160,7 @@ def checked(call: Callable[..., int], *arguments: object) -> int:
 
 
 class Library:
-    """A loaded libpdstore. Raises NativeError for a file that is not one or has another ABI."""
+    """A loaded libpdstore. Raises NativeError for any other file, or another ABI."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -189,7 +189,7 @@ class Library:
         checked(self.calls.pds_unregister, device, address)
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Faults in the pages of a range; faster when several threads share the work."""
+        """Faults in the pages of a range; threads that each take a piece of it are faster."""
         self.calls.pds_populate(address, num_bytes)
 
     def sum_values(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -211,9 +211,9 @@ class Library:
         return list(map(bool, bytes(found)))
 
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
-        """Sets the access and modification times of files in turn, until one errs.
+        """Sets the access and modification times of files in turn, until one fails.
 
-        Links are not followed. Returns how many were set, and why it stopped: 0 or an errno.
+        Links are not followed. Returns how many were set, and the errno of the next file, or 0.
         """
         done, why = c_int64(), c_int32()
         ends = (byref(done), byref(why))
@@ -242,9 +242,9 @@ _addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 
 
 class LibraryLoader:
-    """Finds or builds the library, and loads each form of it once.
+    """Finds or builds the library; loads the one for GPUs and the one for host memory only once.
 
-    find: as `find_library`. find_built: as the function of this name.
+    find, find_built: called as `find_library` and `find_built` of pdstore.native.build.
     """
 
     def __init__(
@@ -255,15 +255,15 @@ class LibraryLoader:
         self._find = find
         self._find_built = find_built
         self._has_looked = False
-        self._loaded: dict[bool, Library] = {}  # by whether it was asked for GPUs
-        self._missing: dict[bool, str] = {}  # why there is none: another try would fail as slowly
+        self._loaded: dict[bool, Library] = {}  # by whether it is for GPUs
+        self._missing: dict[bool, str] = {}  # why: another try would fail as slowly
         self._warned: set[str] = set()
 
     def load(self, settings: Settings, *, for_gpu: bool) -> Library | None:
-        """The native library; None, after one warning with the reason, where there is none.
+        """Returns the native library; None, after one warning with the reason, if there is none.
 
-        for_gpu: the copies are of a GPU's memory. The form for host memory is quicker to build, and
-          that for GPUs serves host memory too.
+        for_gpu: True for copies to or from GPU memory. A library for host memory is built more
+          quickly; one for GPUs can copy host memory as well.
         Returns None for PDSTORE_NATIVE=off. Raises ConfigError for PDSTORE_NATIVE=require without a
         library.
         """
@@ -290,9 +290,9 @@ class LibraryLoader:
         return None
 
     def built(self, settings: Settings) -> Library | None:
-        """The library for host memory if nothing need be built for it; else None, and no warning.
+        """Returns the library for host memory if it is built already; else None, without a warning.
 
-        For threads that must not wait for a compiler. It looks for a build once in a process.
+        For threads that must not wait for a compiler. A process looks for a build only once.
         """
         if settings.native == "off":
             return None
@@ -307,4 +307,4 @@ class LibraryLoader:
 
 _loader = LibraryLoader()
 load_library, built_library = _loader.load, _loader.built
-"""Give the library that all of this process shares; see `LibraryLoader`."""
+"""Functions that return the library that the whole process shares; see `LibraryLoader`."""

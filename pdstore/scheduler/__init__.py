@@ -1,1 +1,1 @@
-"""The scheduler process's half: keys and lookups, no tensors."""
+"""The half of pdstore in an engine's scheduler process: keys and lookups, no tensors."""

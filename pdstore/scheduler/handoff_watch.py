@@ -1,6 +1,7 @@
 """HandoffWatch: waits for the markers of all of an instance's hand-offs, and answers their lookups.
 
-Locking: there is none. `add` and `close` come from any thread; a wait belongs to the watch's one.
+Locking: there is none. Any thread may call `add` and `close`; once added, a HandoffWait is used
+only by the watch's own thread.
 """
 
 # Decision: docs/decisions/014-lookups-never-block.md
@@ -21,9 +22,9 @@ from pdstore.store.base import Store
 from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
-_PAUSE_S = 0.1  # between two calls without news: how late a lookup that ended may be noticed
-_SOON_S = 0.01  # of a wait that a doubt may end
-_DOUBT_S = 0.02  # from the first look to the last one for a sign of a doubtful hand-off
+_PAUSE_S = 0.1  # between two looks without news; an ended lookup is noticed as late
+_SOON_S = 0.01  # between two looks for a doubtful hand-off
+_DOUBT_S = 0.02  # how long a doubtful hand-off may take to show a sign of P
 
 
 class Verdict(enum.Enum):
@@ -44,19 +45,19 @@ _REASONS = {
     Verdict.LATE: Reason.HANDOFF_LATE,
     Verdict.OTHER_POOL: Reason.OTHER_POOL,
 }
-"""Why a prompt may not be whole."""
+"""Why a prompt may be incomplete after a verdict."""
 
 
 class HandoffWait(Waiter):
-    """One lookup's wait for P's markers, as `KeyWatch` takes it. Asks no store itself.
+    """One lookup's wait for P's markers. It is added to a `KeyWatch`, which asks the store.
 
-    A lookup that follows ends as soon as P has answered or, where P and D were asked at once, has
-    begun to compute.
+    A lookup that follows ends as soon as P has answered. If the router asked P and D at the same
+    time, it ends as soon as P has begun to compute.
 
-    lookup: of a hand-off.
+    lookup: a lookup with a hand-off.
     end: called once, with the verdict that ends the lookup, or the error of the store.
-    is_elsewhere: asks whether P uses another pool; called once, first.
-    clock: monotonic seconds, in which looks are told.
+    is_elsewhere: returns whether P uses another pool; called once, at the first look.
+    clock: monotonic seconds; `asked_at` is a time of it.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class HandoffWait(Waiter):
         self._failed = name.failed(namespace)
         self._started = name.started(namespace)
         self._done = [name.done(namespace, n) for n in range(namespace.num_shards)]
-        self._num_asked = 1  # of `_done`: as long as one is missing, the others need no look
+        self._num_asked = 1  # of `_done`: while the first is missing, the others are not asked for
         self._is_doubtful = self.handoff.last_save is not None
         self._doubtful_until = float("inf")
         self._pulse: Pulse | None = None
-        if name.instance is not None:  # alive now: its answer has just come
+        if name.instance is not None:  # P is alive: its answer has just come
             self._pulse = Pulse(namespace, name.instance, clock=clock)
 
     def wanted(self) -> list[BlockKey]:
@@ -94,7 +95,7 @@ class HandoffWait(Waiter):
         return [*self._done[: self._num_asked], *signs, *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Takes note of what is stored; ends the lookup when that, or the time, says so."""
+        """Judges what is stored now, and the time; ends the lookup if that gives a verdict."""
         verdict = self._judge(stored, asked_at)
         if verdict is not None:
             self._end(self, verdict)
@@ -140,14 +141,15 @@ class HandoffWait(Waiter):
         if self._is_doubtful or not self.lookup.follows:
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
-            return None if has_news else Verdict.BEGUN  # the other shards' `done` may be there too
+            return None if has_news else Verdict.BEGUN  # look for other shards' `done` now
         return Verdict.BEGUN if has_started else None
 
 
 class HandoffWatch:
-    """Ends each lookup when P's markers are all there, P has failed or died, or its time is up.
+    """Ends each lookup when all of P's markers are stored, P has failed or died, or time is up.
 
-    find: makes the last match of a lookup; takes why the prompt may not be whole (None: it is).
+    find: makes the match that ends a lookup; its second argument is why the prompt may be
+      incomplete, or None.
     patience_s: how long a call of the store may take before it counts as stuck.
     is_elsewhere: tells whether a hand-off's P uses another pool; may ask the store.
     """
@@ -170,7 +172,7 @@ class HandoffWatch:
         self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
-        """Takes a lookup with a hand-off. From any thread."""
+        """Adds a lookup with a hand-off. Any thread may call it."""
         assert lookup.handoff is not None
         self._waiting.add(lookup)
         wait = HandoffWait(

@@ -1,4 +1,4 @@
-"""Lookup: a question of the scheduler to the store, the Match that answers it, and who asks."""
+"""Lookup: a question of the scheduler to the store. Match: its answer. LookupQueue: asks."""
 
 # Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.store.base import Store, count_of
 from pdstore.threads import Deadline, Ticker, call_or
 
-_MATCH_S = 1.0  # what the last match of a hand-off may take beyond the wait for its marker
+_MATCH_S = 1.0  # for the last match of a hand-off, after the wait for its marker
 _MOST_GAPS = 8
 _SHORT = 8
-"""Blocks of a prompt that is asked for as a whole at once."""
+"""A prompt of at most so many blocks is looked up whole, not its first block alone before."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Match:
 
     keys: the blocks that are stored, to be given to `KVPool.load`.
     num_tokens: the tokens in them.
-    reason: why it is not the whole prompt, or not all that P handed over; None if it is.
+    reason: why it is not the whole prompt, or not all that P handed over; None if it is all.
     error: the store's error behind the reason, if there was one.
     follow: a hand-off that is still being saved: the blocks are stored already or will be soon, and
       the load has to follow it (`KVPool.load(..., follow=)`). None for blocks that are stored.
@@ -47,7 +47,7 @@ class Match:
 
     @classmethod
     def following(cls, keys: PromptKeys, handoff: Handoff) -> Match:
-        """Returns the match of a hand-off that P has begun: the blocks that both prompts have."""
+        """Returns the match of a hand-off that P has begun: the blocks of both prompts."""
         theirs, ours = handoff.num_tokens, keys.num_tokens
         if theirs is not None and theirs != ours:  # then the tails differ
             keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
@@ -55,11 +55,11 @@ class Match:
 
 
 def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
-    """Returns a copy of a prompt's keys, without the tokens that it has behind the handed-over one.
+    """Returns a copy of a prompt's keys, without tokens that come after the handed-over prompt.
 
-    A router that has passed P's first token on gives D a prompt that is longer by it. Then the tail
-    that P has stored is that of the shorter prompt. A prompt that is longer by more than its last
-    block keeps all its keys: it shares only whole blocks with P's.
+    A router may append P's first token to the prompt that it sends to D. Then the tail that P has
+    stored is the tail of the shorter prompt. If P's prompt ends before the last block of D's, all
+    keys of D's prompt are kept, because the prompts share only whole blocks.
     """
     num_tokens = handoff.num_tokens if handoff is not None else None
     start_of_last = max(0, len(keys) - 1) * keys.block_tokens
@@ -69,13 +69,13 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
 
 
 class Lookup:
-    """A match on its way. It ends once: with an answer, by `cancel`, or when its time is up.
+    """A match under way. It ends once: with an answer, by `cancel`, or when its time is up.
 
-    Any thread may ask, but no signal handler: it takes locks.
+    Any thread may call it, but no signal handler, because it takes locks.
 
     keys: the prompt.
     handoff: the hand-off whose markers it waits for; None for the pool as it is now.
-    follows: True if it ends when P has begun; else when P's last `done` is there.
+    follows: True to end when P has begun, False to end when P's last `done` is stored.
     wait_s: seconds for the answer; with a hand-off, for its markers.
     count: called with the match when the lookup ends.
     """
@@ -106,7 +106,7 @@ class Lookup:
         return self._answers[0] if self._answers else None
 
     def wait(self, timeout_s: float) -> Match:
-        """Waits for the match. Raises TimeoutError when there is none after the time."""
+        """Waits for the match. Raises TimeoutError if there is none after `timeout_s`."""
         end = Deadline(timeout_s)
         while (found := self.poll()) is None:
             if end.is_over():
@@ -129,16 +129,16 @@ class Lookup:
 
     @property
     def is_answered(self) -> bool:
-        """True if the lookup has ended. Does not end it if its time is up, as `poll` does."""
+        """True if the lookup has ended. Unlike `poll`, does not end a lookup whose time is up."""
         return bool(self._answers)
 
 
 class LookupQueue:
     """Answers lookups of the pool as it is now, one after the other on its own thread.
 
-    Any thread may add one.
+    Any thread may add a lookup.
 
-    find: asks the store; whatever it raises ends that one lookup as a fault.
+    find: asks the store; an exception ends only that lookup, as a fault.
     patience_s: how long a call of the store may take before it counts as stuck.
     """
 
@@ -201,14 +201,14 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
 
 
 def num_usable(store: Store, keys: PromptKeys) -> int:
-    """Returns how many leading blocks can be loaded and computed on from. Raises StoreError.
+    """Returns how many leading blocks can be loaded, to compute on after them. Raises StoreError.
 
     A KV group with a sliding window needs only the blocks that the next token sees: those in the
     window before the end. A gap in them makes the prompt end before the gap.
     """
     parts, windows = keys.namespace.parts, keys.namespace.windows
     if not windows:
-        # most prompts are new to the pool, and to name all of a long one takes a while
+        # most prompts are new to the pool, and to make all keys of a long prompt takes a while
         first = keys.prefix(keys.block_tokens).store_keys(parts)
         if len(keys) > _SHORT and _match(store, first) < len(first):
             return 0

@@ -1,4 +1,4 @@
-"""Mismatches: how an instance notices that another one does not fit it, and tells people so."""
+"""Mismatches: notices that another instance does not fit this one, and logs warnings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MismatchLog:
         self._next = Deadline(0.0)
 
     def warn(self, message: str, about: str | None = None) -> None:
-        """Logs a message; of all that are `about` one thing only the first."""
+        """Logs a message; of messages with the same `about`, only the first."""
         last = self._said.get(about or message)
         if (last is not None and not last.is_over()) or not self._next.is_over():
             return
@@ -76,9 +76,9 @@ class MismatchLog:
 class PoolIdentity:
     """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
 
-    A store that came back empty is another pool, and may come back more than once. Others notice
-    that later, and may have ids in between that were never seen here. So for twice that time after
-    a change no instance counts as one on another pool.
+    A store that was restarted empty is another pool with a new id, and it may be restarted several
+    times. Other instances notice that later, and may have seen an id that this instance never saw.
+    So for twice `age_s` after a change, no other instance counts as using another pool.
     Any thread may call it.
     """
 
@@ -90,7 +90,7 @@ class PoolIdentity:
         self._deadline = Deadline(0.0)
 
     def refresh(self) -> float:
-        """Asks the store when it is time to; whatever it raises leaves things as they are.
+        """Asks the store if it is time to; if the store raises, the id stays as it was.
 
         Returns the seconds until it is time again.
         """
@@ -101,7 +101,7 @@ class PoolIdentity:
     def is_same(self, pool_id: str | None) -> bool:
         """Returns whether an instance with this `pool_id` uses this pool, or may do so.
 
-        Asks the store before it says no; a store that tells no id is no reason to say no.
+        Asks the store again before it returns False. If the store tells no id, returns True.
         """
         return self._may_be(pool_id) or not self._ask() or self._may_be(pool_id)
 
@@ -110,7 +110,7 @@ class PoolIdentity:
         return is_open or pool_id == (self.current or b"").hex()
 
     def _ask(self) -> bool:
-        """Asks the store. Returns False, and leaves things as they are, if it tells no id."""
+        """Asks the store. Returns False, and keeps the old id, if the store tells none."""
         self._deadline = Deadline(self._age_s)
         pool_id = call_or(self._read, None)
         if pool_id is None:
@@ -128,11 +128,11 @@ class PoolIdentity:
 
 
 class Mismatches:
-    """Compares this instance with the others that hand prompts over, and warns of differences.
+    """Compares this instance with those that hand prompts over to it; warns of differences.
 
     pool: the pool behind the store.
-    weights_files: a digest of the weights' files, once a thread has read them; None where nothing
-      is to be compared.
+    weights_files: a digest of the weights' files, once a thread has read them; None before, and if
+      they are not to be compared.
     router_duty, weights_of: as `PrefixCacheManager` takes them.
     Any thread may call it.
     """
@@ -163,13 +163,14 @@ class Mismatches:
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads."""
         if self._reader is not None:
-            self._reader.stop(0.1)  # it may read for minutes, and holds nothing
+            self._reader.stop(0.1)  # it may read for minutes, and holds no resource
         self._pool_thread.stop(timeout_s)
 
     def check_roles(self, params: Mapping[str, Json] | None, *, is_prefill: bool) -> None:
         """Warns of a request that came to the wrong instance.
 
-        is_prefill: the engine prefills it here for another instance; else it looks it up.
+        is_prefill: True if this instance prefills the request for another instance; False if it
+          looks the prompt up.
         """
         asked = Handoff.of(params) if is_prefill else None
         if asked is not None and asked.num_tokens is not None:
@@ -179,9 +180,9 @@ class Mismatches:
             self._log.warn(_PREFILL_AT_DECODE)
 
     def fits(self, handoff: Handoff, keys: PromptKeys, num_tokens: int) -> bool:
-        """Returns whether P's KV can be used here. Warns if not, and of what may be wrong in it.
+        """Returns whether P's KV can be used here. Warns if not, and if the KV may be wrong.
 
-        keys: of the prompt, which had `num_tokens` before it was cut to P's.
+        keys: keys of the prompt, which had `num_tokens` tokens before it was cut to P's prompt.
         """
         if handoff.namespace not in (None, self._namespace.hex):
             differences = self._namespace.differences(handoff.fields)
@@ -194,7 +195,7 @@ class Mismatches:
             message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
             self._log.warn(message, about=_OTHER_TOKENS)
         theirs, ours = handoff.weights_files, self.weights_files
-        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one is a commit
+        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one names a commit
             peer, named = handoff.id.instance or "", self._settings.weights
             message = _OTHER_WEIGHTS.format(peer[:8], theirs, ours, named)
             self._other_weights.warn(message, about=peer)
@@ -213,7 +214,7 @@ class Mismatches:
         return True
 
     def check_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
-        """Warns of a prompt that should be in the pool; an ordinary one need not be."""
+        """Warns if a prompt is absent that should be in the pool; not every prompt should be."""
         if found.reason is not Reason.ABSENT:
             return
         if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):

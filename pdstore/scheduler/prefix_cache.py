@@ -1,6 +1,7 @@
-"""PrefixCacheManager: keys, matches and hand-offs; the scheduler process's half, without tensors.
+"""PrefixCacheManager: keys, matches and hand-offs, in the scheduler process, without tensors.
 
-Plain lookups and hand-offs have a thread each, so that neither waits for the other.
+Lookups with a hand-off and lookups without one have a thread each, so that neither kind waits for
+the other.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 1.0  # of all threads; a store's own close has the second one
+_STOP_S = 1.0  # to stop all threads; closing the store has another second
 _RELAY = "relay the kv_transfer_params of its answer"
 
 
 class PrefixCacheManager:
     """Makes keys and finds out how much of a prompt the pool has.
 
-    For one thread, the scheduler's, and for no signal handler: locks are taken.
+    Only the scheduler's thread may call it, and no signal handler, because it takes locks.
 
-    store: None opens PDSTORE_STORE; one that is given stays the caller's to close.
+    store: None opens PDSTORE_STORE; a given store must be closed by the caller.
     longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
-    router_duty: the router's part in a hand-off, for the log of a D that finds nothing.
+    router_duty: what the router has to do for a hand-off; D logs it when it finds nothing.
     lookup_wait_s: how long a prompt without a hand-off waits for the store's answer.
-    weights_of: as `weights_revision`; with it D warns of an equal PDSTORE_WEIGHTS of other files.
+    weights_of: a function like `weights_revision`. With it, D warns if P has other weight files
+      under the same PDSTORE_WEIGHTS.
     Raises ConfigError for a bad store URL, StoreError when the store is required and does not
     answer.
     """
@@ -65,7 +67,7 @@ class PrefixCacheManager:
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
         self._instance = new_id()
-        self._last_save: str | None = None  # why it fell short
+        self._last_save: str | None = None  # why it fell short; None: it did not
         self._mismatches = Mismatches(
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
@@ -103,7 +105,7 @@ class PrefixCacheManager:
     def match(self, keys: PromptKeys) -> Match:
         """Returns how much of the prompt the pool has now. Blocks; an error of the store is a miss.
 
-        A store that hangs blocks it for as long: `lookup` does not.
+        It blocks as long as the store hangs; `lookup` does not.
         """
         refusal = self._refuse()
         found = Match.miss(keys, refusal) if refusal else find(self._store, keys)
@@ -111,11 +113,13 @@ class PrefixCacheManager:
         return found
 
     def lookup(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
-        """Starts a match and returns at once; with a hand-off it waits for P's markers, bounded.
+        """Starts a match and returns at once.
 
-        params: the request's `kv_transfer_params`; None, or without "pdstore": the pool as it is
-          now. With a hand-off of a prompt that is a little shorter than `keys`, the match is of
-          that prompt.
+        If `params` name a hand-off, the match waits for P's markers, up to a deadline. If P's
+        prompt is a little shorter than `keys`, the match is of P's prompt.
+
+        params: the request's `kv_transfer_params`; if None, or without a "pdstore" entry, the pool
+          is matched as it is now.
         Raises ValueError for a hand-off that is malformed.
         """
         return self._start(keys, params, follows=False)
@@ -125,12 +129,13 @@ class PrefixCacheManager:
 
         The match's `follow` names the hand-off, unless all is stored by now: give it to
         `KVPool.load(..., follow=)`. With the params of P's answer, the match comes after one call
-        of the store. For a request that P and D got at once, it comes when P begins to compute.
+        of the store. If the router sent the request to P and D at the same time, the match comes
+        when P begins to compute.
         """
         return self._start(keys, params, follows=True)
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
-        """Takes note of how saves ended (`JobResult.reason`), for P's next answers. Any thread."""
+        """Notes how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
             if reason not in (Reason.CANCELLED, Reason.CLOSED):
                 self._last_save = reason and reason.value
@@ -150,12 +155,12 @@ class PrefixCacheManager:
     ) -> tuple[HandoffId, dict[str, Json]]:
         """Returns a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
-        Give the hand-off to the pool whole: it names this instance, which beats under that name as
-        long as the pool saves.
+        Give the returned HandoffId to the pool unchanged: it names this instance, whose beats have
+        that name while the pool saves.
 
-        params: the request's own. A hand-off in them is taken over: a router that asks P and D at
-          once has named it.
-        The answer of a read-only instance (PDSTORE_PUBLISH=0) says nothing: nobody waits.
+        params: the request's `kv_transfer_params`. If they already hold a hand-off id, that id is
+          used instead of a new one: a router that asks P and D at the same time has chosen it.
+        A read-only instance (PDSTORE_PUBLISH=0) returns empty params, so that no D waits for it.
         """
         asked = Handoff.of(params)
         self._mismatches.check_roles(params, is_prefill=True)
@@ -180,7 +185,7 @@ class PrefixCacheManager:
 
     @property
     def lease_s(self) -> float:
-        """Seconds that the store keeps what was matched; 0 if it does not say, or not yet."""
+        """Seconds that the store keeps a matched value; 0 if the store does not tell (yet)."""
         return self._store.lease_s
 
     @property
@@ -194,12 +199,12 @@ class PrefixCacheManager:
         return len(self._queue) + len(self._watch)
 
     def clear(self) -> bool:
-        """Forgets all that the pool has of this namespace, whoever saved it. From any thread.
+        """Forgets all values of this namespace, whoever saved them. Any thread may call it.
 
-        Blocks for as long as the store looks through its keys. What is being saved meanwhile may
-        be stored afterwards: end those jobs first.
-        Returns True when it is gone; False, with a line in the log, when the store errs: some of it
-        may be gone then.
+        It blocks while the store looks through its keys. A save that runs meanwhile may still store
+        values: end running saves first.
+        Returns True when all values are gone; False, with a line in the log, if the store fails:
+        then some of the values may be gone.
         """
         try:
             self._store.clear(self.namespace.hex)
@@ -210,7 +215,7 @@ class PrefixCacheManager:
         return True
 
     def close(self) -> None:
-        """Ends the lookups, and the connections if the manager opened them. Twice is fine.
+        """Ends the lookups, and closes the store if the manager opened it. May be called again.
 
         It takes at most 2 s, whatever the store does. In the child of a fork it does nothing:
         threads and connections are the parent's.
@@ -245,7 +250,7 @@ class PrefixCacheManager:
         return lookup
 
     def _refuse(self) -> Reason | None:
-        """Returns why a lookup cannot be answered now: then it need not wait for its deadline."""
+        """Returns why a lookup cannot be answered now, so that it ends at once; None if it can."""
         if self._closed or os.getpid() != self._pid:
             return Reason.CLOSED
         is_stuck = self._queue.is_stuck or self._watch.is_stuck

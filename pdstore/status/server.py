@@ -1,6 +1,6 @@
-"""Reporting: where an instance tells of its state and its requests: a page, the log, spans.
+"""Reporting: shows an instance's state and requests on a status page, and sends spans.
 
-StatusServer serves `/pdstore` and a page of it, on this host alone.
+StatusServer serves that page, and its content as JSON at `/pdstore`, on this host only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pdstore.threads import Ticker
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost")  # of Host: a page of another site cannot read this one
+_NAMES = ("127.0.0.1", "localhost")  # accepted in Host: so other sites' pages cannot read it
 _TURN_S = 0.2
 
 
@@ -44,8 +44,8 @@ class StatusServer:
 
     One thread answers one request after the other: it is for a few people.
 
-    port: 0 for a free one. Raises ConfigError for one that is taken.
-    request_s: a client that sends or reads nothing for so long is hung up on.
+    port: 0 takes a free port. Raises ConfigError for a port that is taken.
+    request_s: the server closes the connection of a client that sends or reads nothing for so long.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StatusServer:
         return f"http://{_HOST}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stops the server. Twice is fine."""
+        """Stops the server. May be called twice."""
         if self._thread.stop(self._longest_turn_s):
             self._server.server_close()
 
@@ -85,8 +85,8 @@ class _Server(HTTPServer):
         return request, address
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Logs what a request raised; the base class writes it to stderr."""
-        is_gone = isinstance(sys.exc_info()[1], OSError)  # the client is
+        """Logs what a request raised; the base class would write it to stderr."""
+        is_gone = isinstance(sys.exc_info()[1], OSError)  # the client has gone
         log.log(logging.DEBUG if is_gone else logging.ERROR, "a request failed", exc_info=True)
 
 
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Says nothing: the page asks every second."""
+        """Logs nothing, because an open page sends a request every second."""
 
     def _answer(self, kind: str, body: bytes) -> None:
         self.send_response(200)
@@ -146,13 +146,13 @@ class Reporting:
     """Opens what the settings ask for: a page with PDSTORE_STATUS_PORT, spans with PDSTORE_TRACES.
 
     cache: tells the pool and the namespace.
-    registries: hold the instance's metrics, for the page; those of several are added up.
+    registries: hold the instance's metrics, which the page shows added up.
     problem: returns the trouble of the pool now, or None.
-    number: this instance's among those that share one environment; the page's port is higher by
-      it.
-    Raises ConfigError for a port that is taken, MissingExtra.
+    number: this instance's number among the instances that share one environment; it is added to
+      the port of the page.
+    Raises ConfigError for a port that is taken; MissingExtra if spans need a missing package.
 
-    journal: takes the records of requests that are over.
+    journal: takes the records of requests that have ended.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Reporting:
         return self._server.url if self._server else None
 
     def close(self) -> None:
-        """Stops the page and sends the last spans. Twice is fine."""
+        """Stops the page and sends the last spans. May be called twice."""
         self._opened.close()
 
 
@@ -200,8 +200,8 @@ def snapshot(
 ) -> Json:
     """Returns the object that `/pdstore` shows: the state as it is now. No secret is in it.
 
-    cache: tells the pool and the namespace; its fields show as `Namespace.describe` has them.
-    registries: hold its metrics; each number is shown as all of them have it together.
+    cache: tells the pool and the namespace, whose fields are shown as `Namespace.described`.
+    registries: hold the metrics; each number shown is made of the values of all registries.
     problem: returns the trouble of the pool now, or None.
     """
     numbers = _numbers_of(registries)
@@ -254,7 +254,7 @@ def _numbers_of(registries: Sequence[CollectorRegistry]) -> dict[str, float]:
 
 
 def _reasons_of(numbers: dict[str, float]) -> Json:
-    """Returns the reasons that came up, with their counts and what to look at."""
+    """Returns the reasons of misses and drops so far, with their counts and what to look at."""
     found: Json = {}
     for reason, advice in ADVICE.items():
         misses = numbers.get(f"misses_total|{reason.value}", 0.0)

@@ -1,7 +1,7 @@
 """The Store contract: what pdstore needs from anything that keeps blocks.
 
-A count that a store answers with decides which slots are verified and scattered. So `count_of` and
-its neighbours check it before anything relies on it: an impossible one is an error of the store.
+The count that a store returns decides which slots are verified and scattered. So `count_of` and the
+functions next to it check each answer before it is used: an impossible answer is the store's error.
 """
 
 # Decisions: docs/decisions/002-put-if-absent.md, docs/decisions/025-clear.md
@@ -27,7 +27,7 @@ FRESH_S = 1.0
 
 @dataclass(frozen=True)
 class Slots:
-    """Some slots of one staging buffer, in the order of the keys they go with.
+    """Some slots of one staging buffer, in the order of their keys.
 
     `numbers[i]` is where the i-th value starts, in units of `slot_bytes` from the start of `view`;
     `sizes[i]` is its length in bytes: what `put` stores, and exactly what `get` must find.
@@ -56,19 +56,19 @@ class Store(ABC):
 
     - A key names a content: storing a stored key again is a success and changes nothing.
     - A block is visible whole or not at all, also after a crash of its writer.
-    - Keys come in prefix order, and every result is a prefix: "the first n".
-    - A miss is a number, never an exception. Exceptions are StoreError and are about the store;
-      `num_done` in them is the n of the keys served before.
-    - Methods block, are batched, and may be called from any thread at once. An empty batch is 0 and
-      does no I/O.
+    - Keys are given in prefix order, and every result is a number n: it means the first n keys.
+    - A miss is a smaller number, never an exception. Exceptions are StoreErrors about the store
+      itself; their `num_done` is the number n of the leading keys that were served before.
+    - Methods block, are batched, and may be called from any thread at once. An empty batch returns
+      0 and does no I/O.
     - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
       `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
     - Once a call has returned or raised, the store keeps none of the caller's memory and writes
       no more to it.
-    - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store
-      without a clock says so and relies on its eviction; a pool key is never evicted.
-    - Constructing a store does little; a store that is down raises at the calls, so that an engine
-      can start first.
+    - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store that
+      keeps no clock says so in its docstring, and only evicts. The pool's id is never evicted.
+    - A store's constructor does little. If the store is down, its calls raise, so that an engine
+      can start before its store.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
     `pdstore.testing.StoreTests` is this contract as tests. What only some stores can do is in
@@ -89,15 +89,15 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Fills the i-th slot with the i-th value; returns how many of the first were there.
+        """Fills the i-th slot with the i-th value; returns how many leading values were stored.
 
-        Slots behind the returned n may hold anything. Raises WrongLength at a value that has not
-        exactly `slots.sizes[i]` bytes.
+        After the first n slots, n being the result, slots may hold anything. Raises WrongLength at
+        a value that has not exactly `slots.sizes[i]` bytes.
         """
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Stores each slot's bytes under its key unless that is stored; returns how many it took.
+        """Stores each slot's bytes under its key, if that is not stored; returns how many it took.
 
         The number is a hint, not durability: `match` says what another process can read. Raises
         StoreFull when there is no room.
@@ -105,21 +105,21 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets values that failed verification, leased or not; a missing one is fine."""
+        """Forgets values that failed verification, leased or not; a missing key is no error."""
 
     @abstractmethod
     def clear(self, namespace: str) -> None:
         """Forgets every value of one namespace, leased or not: blocks, tails and markers.
 
         `namespace` is a `Namespace.hex`; anything else is a ValueError. Other namespaces' values
-        and the pool's id stay. What is put meanwhile may stay or go, and what is read meanwhile is
-        worth what its verification says: a store that is far away may free memory under a reader.
-        A namespace that has nothing is fine. This looks at every key of the pool: it is for no
-        request's path.
+        and the pool's id stay. A value that is put meanwhile may stay or go. A value that is read
+        meanwhile may be wrong, which verifying it shows: a store on another host may free memory
+        under a reader. A namespace without values is no error. The call looks at every key of the
+        pool, so it is not for a request's path.
         """
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns the memory that this store moves fastest: zeroed, page-aligned; views keep it."""
+        """Returns new memory that this store moves fastest, zeroed and page-aligned."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     def why_too_long(self, num_bytes: int) -> str | None:
@@ -132,7 +132,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the connections within a second. Twice is fine; other calls raise StoreClosed."""
+        """Closes the connections within a second. All calls but `close` then raise StoreClosed."""
 
 
 class Lifecycle:
@@ -149,7 +149,7 @@ class Lifecycle:
         return self._ended or self._pid != os.getpid()
 
     def check(self, num_done: int = 0) -> None:
-        """Raises StoreClosed if it is over, or calls are refused."""
+        """Raises StoreClosed if the store has ended or refuses calls."""
         if self._refuses or self.is_closed:
             is_here = self._pid == os.getpid()
             why = "is closed" if is_here else "belongs to the parent process: open it again here"
@@ -160,7 +160,7 @@ class Lifecycle:
         self._refuses = True
 
     def end(self) -> bool:
-        """Ends it; True for the one call, in the store's own process, that has to clean up."""
+        """Ends the life; returns True if this call, in the store's own process, has to clean up."""
         first = not self.is_closed
         self._ended = True
         return first
@@ -200,7 +200,7 @@ def _check_names(keys: Sequence[BlockKey]) -> None:
 
 
 def count_of(answer: object, keys: Sequence[object], store: Store) -> int:
-    """Returns a store's answer about `keys`, or their values, if it is an int in 0..len(keys).
+    """Returns a store's answer about `keys` if it is an int in 0..len(keys).
 
     Raises StoreError for any other answer.
     """
@@ -213,7 +213,7 @@ def count_of(answer: object, keys: Sequence[object], store: Store) -> int:
 def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
     """Returns how many of the first `keys` were served before `error`; 0 if it claims too many.
 
-    At least one key is left behind a BadValue: the one that it is about.
+    The key that a BadValue is about was not served: at least this key is left.
     """
     most = len(keys) - isinstance(error, BadValue)
     return error.num_done if is_count(error.num_done, most) else 0
@@ -234,14 +234,14 @@ def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set
 
 
 def is_count(answer: object, most: int) -> TypeGuard[int]:
-    """True if `answer` is an int in 0..most; a bool is none."""
+    """True if `answer` is an int in 0..most; a bool is no count."""
     return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most
 
 
 @functools.lru_cache(maxsize=64)
 def log_once(log: logging.Logger, line: str) -> None:
-    """Logs a line for information; does nothing if this logger was given it lately.
+    """Logs a line at level INFO; does nothing if this logger has logged the same line lately.
 
-    For what stores say when they open: both halves of an instance open the same store.
+    For lines that stores log when they open: both halves of an instance may open the same store.
     """
     log.info("%s", line)

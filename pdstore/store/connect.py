@@ -1,11 +1,11 @@
-"""open_store: from a URL to a store, pdstore's own or one of an installed package; its check.
+"""open_store: opens the store at a URL, which is pdstore's own or an installed package's.
 
-An entry point of the group `pdstore.stores` names a class with `open(url, settings)`: it takes its
-options from the StoreURL, refuses the others by `url.finish`, and returns a store that is not
-connected yet. A `check(url, settings)` beside it raises ConfigError for what `open` would refuse;
-it makes, connects and logs nothing. An engine calls it before it starts.
+An entry point of the group `pdstore.stores` names a class with `open(url, settings)`: `open` takes
+its options from the StoreURL, refuses all others by `url.finish`, and returns a store that is not
+connected yet. The class may also have a `check(url, settings)`, which raises ConfigError for what
+`open` would refuse, but makes, connects and logs nothing. An engine calls `check` before it starts.
 
-connect_store: the store that an engine uses, the one at PDSTORE_STORE, sealed, guarded and metered.
+connect_store: opens the store at PDSTORE_STORE for an engine: sealed, guarded and measured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OWN = {
     "mooncake": "pdstore.store.mooncake.store:MooncakeStore",
     "shm": "pdstore.store.arena.store:ArenaStore",
 }
-_FAULTY = "pdstore.testing.faulty:Faulty"  # around the store of the rest of the URL
+_FAULTY = "pdstore.testing.faulty:Faulty"  # wraps the store that the rest of the URL names
 _EXTRAS = {_REDIS: "redis", _OWN["mooncake"]: "mooncake", _FAULTY: "test"}
 """Extras of pdstore that bring a store's library."""
 
@@ -68,10 +68,10 @@ def open_store(url: str, settings: Settings) -> Store:
 
 
 def check_url(url: str, settings: Settings) -> None:
-    """Raises what `open_store` would, as far as that shows without opening the store."""
+    """Raises what `open_store` would raise, as far as is known without opening the store."""
     entry, parsed = _entry_for(url)
     found = _load(entry)
-    if "check" in vars(found):  # an inherited one is about another class's options
+    if "check" in vars(found):  # an inherited `check` is for another class's options
         methodcaller("check", parsed, settings)(found)
 
 
@@ -99,7 +99,7 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
 
 
 def _hint(url: str, known: Sequence[str]) -> str:
-    """Returns the likely meaning of a URL of no known scheme, if there is one."""
+    """Returns a guess at what a URL with an unknown scheme means; an empty text without a guess."""
     path = url.removeprefix("file:")
     if path.startswith("/"):
         return f"did you mean file://{path}? "
@@ -147,11 +147,11 @@ def check_store(settings: Settings) -> None:
 
 
 def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_S) -> Store:
-    """Opens PDSTORE_STORE; one that does not answer is a warning unless it is required.
+    """Opens PDSTORE_STORE. If it does not answer, warns, or raises if it is required.
 
-    open_s: the pause of the breaker.
-    Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError when the
-    store is required and away.
+    open_s: how long the breaker stays open.
+    Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError if the
+    store is required and does not answer.
     """
     with contextlib.ExitStack() as undo:
         opened = open_store(settings.store, settings)
@@ -170,9 +170,9 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
 
 
 def read_pool_id(store: Store) -> bytes:
-    """Returns the random value that names this pool, a new one if it has none.
+    """Returns the random id of this pool; gives the pool an id if it has none.
 
-    Raises StoreError, also if the pool does not keep it.
+    Raises StoreError, also if the pool does not keep the new id.
     """
     slots = Slots(store.allocate(4096), 4096, [0], [block.HEADER_BYTES])
     for _ in range(3):  # a value that does not verify is removed and written again
@@ -206,13 +206,13 @@ def _read_header(store: Store, key: BlockKey, slots: Slots) -> tuple[bool, block
     return is_there, block.read_header(slots.value(0)) if is_there else None
 
 
-_REST = 50  # times as long as the look took: it may go through every value
+_REST = 50  # times the duration of the last look, which may have read every key
 
 
 class RoomWatch:
     """Asks a store for its room every `every_s` seconds, on a thread of its own.
 
-    A store that cannot tell gets no thread; one that errs keeps its last numbers.
+    No thread is made for a store that cannot tell. If the store fails, its last numbers stay.
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:

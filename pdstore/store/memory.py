@@ -101,13 +101,13 @@ _shelves_lock = threading.Lock()
 
 
 class MemoryStore(Store):
-    """`memory://` is a store of its own; `memory://name` is one for all who open that name.
+    """`memory://` opens a new store; `memory://name` opens one that all users of the name share.
 
-    A name's values live until its last store is closed. Without a budget nothing is evicted; with
-    one, the values that nobody matched for longest go first, leased ones never. It keeps no clock:
-    tails and markers are evicted like blocks.
+    A name's values live until its last store is closed. Without a budget nothing is evicted; with a
+    budget, the values that nobody has matched for longest are evicted first, leased values never.
+    It keeps no clock: tails and markers are evicted like blocks.
 
-    clock: seconds by which a store of its own counts leases; a simulation gives its own.
+    clock: seconds by which a store without a name counts leases; a simulation passes its own.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class MemoryStore(Store):
         self._shelf = _Shelf(None, self._shelf.lease_s)
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> _Shelf:
-        shelf = self._shelf  # before the check: `close` ends the life first
+        shelf = self._shelf  # read before the check, as `close` ends the life first
         self._lifecycle.check()
         check_call(keys, slots)
         return shelf
@@ -209,7 +209,7 @@ def _options_of(url: StoreURL) -> tuple[int | None, float]:
 
 
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
-    """Returns the shelf of a name. Raises ConfigError if its budget or lease is another one."""
+    """Returns the shelf of a name. Raises ConfigError if it has another budget or lease."""
     with _shelves_lock:
         shelf = _shelves.setdefault(name, _Shelf(budget, lease_s))
     if (shelf.budget, shelf.lease_s) != (budget, lease_s):

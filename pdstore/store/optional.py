@@ -1,4 +1,4 @@
-"""Optional protocols: what some stores offer beyond the contract; `find_optional` asks for one."""
+"""Optional protocols: what some stores offer beyond the contract; `find_optional` finds one."""
 
 # Decision: docs/decisions/004-store-contract.md
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pdstore.store.wrappers import GuardedStore, WrapperStore
 class FindsKeys(Protocol):
     """A store that can look for many unrelated keys in one round trip.
 
-    One call then asks for the markers of all the hand-offs that an instance waits for.
+    So one call can ask for the markers of all hand-offs that an instance waits for.
     """
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Returns for each key whether it is stored, hits and misses in any order.
 
-        Leases nothing and does not count as a use, where the store can look without that. The keys
-        are distinct, as in every call. Raises StoreError.
+        Leases nothing and does not count as a use, if the store can look without both. The keys are
+        distinct, as in every call. Raises StoreError.
         """
 
 
@@ -31,18 +31,18 @@ class FindsKeys(Protocol):
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 
-    It may not hear of other hosts' puts: who waits for those has to look from time to time.
+    It may not hear of puts on other hosts: to wait for such a put, look from time to time as well.
     """
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Blocks until something may have been stored since `seen`, at most for `timeout_s`.
 
-        seen: the number of changes that an earlier call returned. None: returns at once, with the
-          number of now.
-        Returns the present number: equal to `seen` if the time was up, another one if not. It may
-        change without need, but never stays the same across a completed put of this host: whoever
-        takes the number first and then looks for a key misses none. From any thread. Raises
-        StoreError.
+        seen: the number of changes that an earlier call returned. None returns the present number
+          at once.
+        Returns the present number: `seen` if the time was up, else another number. The number may
+        change without a put, but a completed put of this host always changes it: so a caller that
+        first takes the number and then looks for a key misses no put. Any thread may call it.
+        Raises StoreError.
         """
 
 
@@ -70,8 +70,8 @@ class ListsValues(Protocol):
         """Yields each value whose key begins with `prefix`, once, in no order.
 
         Leases nothing and counts as no use. A value that is put or removed meanwhile may be
-        missing. Looks at every key of the pool, so it is for no request's path. Raises StoreError,
-        also in the middle.
+        missing. Looks at every key of the pool, so it is not for a request's path. Raises
+        StoreError, also after some values.
         """
 
     def length_of(self, key: BlockKey) -> int | None:
@@ -82,13 +82,13 @@ class ListsValues(Protocol):
 
 
 class Room(NamedTuple):
-    """The fill of a store.
+    """The used and the free room of a store.
 
     keeper: what keeps the values, for people: `redis 7.0.15`.
-    capacity_bytes: None where nothing limits it, or nobody tells.
-    num_evicted: values that went for want of room since the keeper's start; None if not counted.
-    policy: what goes when it is full, in the keeper's words.
-    num_connections: connections that the keeper takes beside those it has; None: any number.
+    capacity_bytes: None if nothing limits the store, or if its keeper does not tell.
+    num_evicted: values evicted for want of room since the keeper's start; None if not counted.
+    policy: what is evicted when the store is full, in the keeper's words.
+    num_connections: how many more connections the keeper accepts; None means any number.
     """
 
     keeper: str
@@ -116,20 +116,19 @@ _VERBS: Mapping[str, str] = {
     "put_sealed": "put",
     "fill": "put",
 }
-"""Calls that a `GuardedStore` is around, and the verb of `Store` that each is a form of.
+"""Optional calls that `GuardedStore` guards, each with the method of `Store` that it is a form of.
 
-All other calls of optional protocols ask the store for no value, or give something back: there is
-nothing to guard or to measure.
+Other optional calls look up no key and move no value: there is nothing to guard or to measure.
 """
 
 
 def find_optional(store: Store, protocol: type[P]) -> P | None:
     """Returns an object with the protocol's calls on this store; None if the store has none.
 
-    For a plain store it is the store itself. For a `GuardedStore` its calls go through the guard.
-    Other wrappers offer what they let through (`WrapperStore.passes`).
+    For a plain store it is the store itself. For a `GuardedStore` the object's calls go through the
+    guard. Any other wrapper offers only the protocols in its `passes`.
 
-    protocol: one of this module, or a class of stores.
+    protocol: a protocol of this module, or a class of stores.
     """
     if isinstance(store, WrapperStore) and protocol in store.passes:
         return find_optional(store.wrapped, protocol)

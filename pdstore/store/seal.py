@@ -34,15 +34,15 @@ _ERRORS = {
 
 
 class Encrypted(WrapperStore):
-    """Encrypts what is put and decrypts what is got; keys, leases and everything else stay.
+    """Encrypts values that are put, decrypts values that are got, and changes nothing else.
 
-    Whoever has the pool but no seal key can read no value, and can make none that `get` returns:
-    it raises OtherSeal or Forged at such a value. The pool's id is not encrypted: it only tells
-    pools apart, and must be read by instances with any seal key.
+    Somebody who can use the pool but has no seal key can read no value, and can make no value that
+    `get` returns: `get` raises OtherSeal or Forged at such a value. The pool's id is not encrypted,
+    because it only tells pools apart, and instances with other seal keys must read it.
 
-    Values pass through memory of the other store (`Store.allocate`), a batch at a time; each call
-    under way holds `batch_bytes` of it, or one value. Values in an arena's own memory are
-    copied so, too.
+    Values pass through memory of the wrapped store (`Store.allocate`), a batch at a time. Each
+    running call holds `batch_bytes` of such memory, or as much as one value needs. Values of an
+    arena are copied through such memory as well, not in place.
     """
 
     passes = (FindsKeys, TellsChanges, TellsRoom)
@@ -62,7 +62,7 @@ class Encrypted(WrapperStore):
         return self._in_batches(keys, slots, self._put)
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns plain memory: the other store never sees it."""
+        """Returns plain memory, because the wrapped store never moves it."""
         return Store.allocate(self, num_bytes)
 
     def _in_batches(
@@ -71,7 +71,7 @@ class Encrypted(WrapperStore):
         slots: Slots,
         call: Callable[[Sequence[BlockKey], Slots, Slots], int],
     ) -> int:
-        """Makes a call for each batch, until one falls short; returns how many it served."""
+        """Makes `call` for each batch, until one falls short; returns how many keys were served."""
         check_call(keys, slots)
         if not keys:
             return call(keys, slots, slots)
@@ -124,7 +124,7 @@ class Encrypted(WrapperStore):
 
     @contextmanager
     def _memory(self, num_bytes: int) -> Iterator[memoryview]:
-        """Lends memory that the other store moves fastest."""
+        """Lends memory that the wrapped store moves fastest."""
         with self._lock:
             view = self._spare.pop() if self._spare else None
         if view is None or len(view) < num_bytes:
@@ -137,7 +137,7 @@ class Encrypted(WrapperStore):
 
 
 def seal_store(store: Store, settings: Settings) -> Store:
-    """Returns a store that encrypts; the store itself if it does so already or without the setting.
+    """Returns a store that encrypts; `store` itself if it encrypts already or no key file is set.
 
     Raises ConfigError for a key file that cannot be used, MissingExtra without `cryptography`.
     """
@@ -170,10 +170,10 @@ _KEY = re.compile("[0-9a-fA-F]{64}")
 
 
 def read_seal_keys(path: Path) -> list[bytes]:
-    """Returns the seal keys in a file, the one that encrypts first.
+    """Returns the seal keys in a file; the first one encrypts.
 
-    The file has one key a line, or two during a rotation, each of 64 hex digits; empty lines and
-    lines that begin with # do not count. Only its owner may read it.
+    The file has one key, or two during a rotation, each on a line of its own, of 64 hex digits;
+    empty lines and lines that begin with # do not count. Only its owner may read it.
     Raises ConfigError, which never quotes the file.
     """
     lines = [line.strip() for line in _text_of(path).splitlines()]

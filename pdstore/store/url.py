@@ -12,10 +12,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from pdstore.errors import ConfigError
 
 _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
-"""A URL to the end of its first host, and its other hosts."""
+"""Matches a URL up to the end of its first host, and then its other hosts."""
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
 _ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
-_WITHOUT_PASSWORD = ("memory", "file")  # there, an @ is part of a name
+_WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
 
 
 @dataclass(repr=False)
@@ -25,7 +25,8 @@ class StoreURL:
     A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses those
     that are left.
 
-    more_hosts: of `host1:port,host2`, those after the first. A store that can use them empties it.
+    more_hosts: the hosts after the first in `host1:port,host2`. A store that can use them empties
+      it.
     """
 
     text: str
@@ -40,7 +41,7 @@ class StoreURL:
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
-        """Parses a URL of any scheme. Raises ConfigError without its password and options."""
+        """Parses a URL of any scheme. Raises ConfigError, which shows no password or option."""
         problem = _slip_in(text)
         try:
             with_one_host, others = _hosts_apart(text)
@@ -120,7 +121,7 @@ class StoreURL:
 
 
 def _slip_in(text: str) -> str:
-    """Returns what to write for quotes, blanks and `;budget=`, which would be a part of a name."""
+    """Returns what to write for quotes, blanks or `;budget=` in a URL; empty if it has none."""
     option = _OPTION_AFTER_SEMICOLON.search(text.rpartition("@")[2])
     if text[:1] in ("'", '"'):
         return "write it without the quotes: docker's --env-file takes them as a part of it"
@@ -144,7 +145,7 @@ def _problem_of(text: str, parts: SplitResult) -> str:
 
 
 def _hosts_apart(text: str) -> tuple[str, list[str]]:
-    """Returns the URL with the first of its hosts, and the others as URLs of their own."""
+    """Returns the URL with only its first host, and the other hosts as URLs of their own."""
     found = _HOSTS.match(text)
     if found is None or _is_without_password(text.partition("://")[0]):
         return text, []
@@ -155,7 +156,7 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
 def without_secret(text: str) -> str:
     """Returns the URL, malformed or not, with its password replaced and without its options.
 
-    Everything between `://` and the last `@` may hold a password, except in schemes without one.
+    Everything between `://` and the last `@` may hold a password, but in schemes without passwords.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")

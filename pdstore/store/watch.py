@@ -1,4 +1,4 @@
-"""KeyWatch: waits until keys are stored, the keys of all that wait in one call of the store."""
+"""KeyWatch: waits until keys are stored; one call of the store looks for all waiters' keys."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from pdstore.threads import Deadline, Ticker, call_or
 T = TypeVar("T")
 
 _FIRST_S = 0.002  # the shortest pause
-_GROWTH = 1.3  # of a pause over the one before
+_GROWTH = 1.3  # factor from one pause to the next
 _LISTEN_S = 0.1  # how long `close` may have to wait for a store that tells of changes
-_SETTLE_S = 0.0005  # changes within it are one look
+_SETTLE_S = 0.0005  # changes within this time are seen by one look
 _RETRY_S = 1.0  # after an error of the store that should tell of changes
-_TOLD_LAST_S = 0.05  # between looks at a store that tells: it may not hear of other hosts
+_TOLD_LAST_S = 0.05  # the longest pause for a store that tells: it may not hear of other hosts
 
 
 class Pace:
-    """Pauses briefly after progress and then ever longer, and leaves the store time for others.
+    """Chooses the pauses between looks: short after progress, and then ever longer.
+
+    The pauses also leave the store time for other users.
 
     last_s: the longest pause.
-    share: of so many seconds one at most is spent in calls of the store.
+    share: of this many seconds, at most one is spent in calls of the store.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Pace:
         self._idle_until = 0.0
 
     def hurry(self) -> None:
-        """Makes the next pause the shortest: there is progress."""
+        """Makes the next pause the shortest, after progress."""
         self._pause_s = _FIRST_S
 
     def blocked_s(self) -> float:
@@ -63,9 +65,9 @@ class Pace:
 
 
 class Waiter(ABC):
-    """One that waits for keys, as `KeyWatch.add` takes it.
+    """A waiter for keys, for `KeyWatch.add`.
 
-    The watch's thread calls it, one call at a time, and no more after the first None.
+    The watch calls it on its own threads, one call at a time, and no more after it returned None.
     """
 
     @abstractmethod
@@ -76,10 +78,10 @@ class Waiter(ABC):
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Takes the outcome of a look for all keys that were wanted.
 
-        stored: those that are stored, among others' keys.
+        stored: the keys that were found, those of other waiters among them.
         asked_at: when the look began, in monotonic seconds.
-        Returns the seconds within which it has to be called though none of its keys has come or
-        gone; None when it waits no more.
+        Returns the seconds after which it must be called again even if none of its keys has come or
+        gone; None if it waits no more.
         """
 
     @abstractmethod
@@ -94,12 +96,12 @@ class KeyWatch:
     each key. Looks follow each change if the store tells of changes (`TellsChanges`); else the
     store is polled, for at most a quarter of the time.
 
-    A store that errs is told to every waiter; whatever else it raises, to those whose keys make it
-    do so.
+    A StoreError is told to every waiter. Any other exception of the store is told only to the
+    waiters whose keys cause it.
 
     name: of the thread.
     patience_s: how long a call of the store may take before it counts as stuck.
-    pace: of the looks; None for the one that suits the store.
+    pace: of the looks; None takes one that suits the store.
     """
 
     def __init__(
@@ -119,16 +121,16 @@ class KeyWatch:
         self._call_deadline: Deadline | None = None  # while a call runs
         self._closed = False
         self._arrivals: deque[Waiter] = deque()
-        # what each waits for, and when it has to be called in any case
+        # the keys of each waiter, and when it must be called in any case
         self._wishes: dict[Waiter, tuple[Sequence[BlockKey], float]] = {}
-        self._found: set[BlockKey] = set()  # by the look before
+        self._found: set[BlockKey] = set()  # by the last look
         self._is_listening = False
         self._seen: int | None = None
         self._thread = Ticker(name, self._turn)
         self._listener = Ticker(f"{name}-changes", self._listen) if self._teller else None
 
     def add(self, waiter: Waiter) -> None:
-        """Takes a waiter, which is called soon. From any thread."""
+        """Adds a waiter, which is called soon. Any thread may call it."""
         self._arrivals.append(waiter)
         self._thread.wake()
         if self._listener is not None and not self._is_listening:
@@ -143,14 +145,14 @@ class KeyWatch:
         return deadline is not None and deadline.is_over()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stops the threads and tells those who wait."""
+        """Stops the threads, and tells StoreClosed to all waiters."""
         limit = Deadline(timeout_s)
         self._closed = True
         if self._listener is not None:
             self._listener.stop(limit.remaining_s())
         is_stopped = self._thread.stop(limit.remaining_s())
         self._arrivals.extend(list(self._wishes))
-        if is_stopped:  # else the thread is in a call, and owns these
+        if is_stopped:  # else the thread still runs, and owns the wishes
             self._wishes.clear()
         self._end_arrivals()
 
@@ -160,16 +162,16 @@ class KeyWatch:
             call_or(partial(self._arrivals.popleft().look_failed, error), None)
 
     def _listen(self) -> float | None:
-        """Waits for a change, and makes a look on this thread: it has no other to wait for."""
+        """Waits for a change; then makes a look on this thread, without waking another one."""
         assert self._teller is not None
-        self._is_listening = False  # before it looks for waiters: `add` looks the other way round
+        self._is_listening = False  # before the check for waiters; `add` adds before it reads this
         if not (self._arrivals or self._wishes):
             self._seen = None
             return None
         self._is_listening = True
         try:
             now = self._teller.wait_for_change(self._seen, _LISTEN_S)
-        except StoreError:  # the looks meet it, too
+        except StoreError:  # a look raises it as well
             return _RETRY_S
         before, self._seen = self._seen, now
         if now == before:
@@ -211,7 +213,7 @@ class KeyWatch:
         return max(min(pause_s, due_at - time.monotonic()), self._pace.blocked_s())
 
     def _report_error(self, waiters: Iterable[Waiter], error: Exception, asked_at: float) -> None:
-        """Tells all waiters an error of the store, any other those whose keys make it raise one."""
+        """Tells a StoreError to all waiters, and any other error to those whose keys cause one."""
         for waiter in waiters:
             keys, _ = self._wishes[waiter]
             answer = error if isinstance(error, StoreError) else self._search(keys)
@@ -221,7 +223,7 @@ class KeyWatch:
                 self._settle(waiter, partial(waiter.look_failed, answer))
 
     def _search(self, keys: Sequence[BlockKey]) -> set[BlockKey] | Exception:
-        """Returns those of the keys that are stored, or the store's error."""
+        """Returns which of the keys are stored, or the store's error."""
         fault: set[BlockKey] | Exception = RuntimeError(f"{self._store.label} raised a stray error")
         return self._timed(lambda: call_or(partial(self._which_stored, keys), fault))
 
@@ -251,12 +253,12 @@ class KeyWatch:
         if has_moved:
             self._pace.hurry()
         due_at = 0.0  # at the next look
-        if pause_s > 0 and not has_moved:  # waiters with equal pauses are due at once
+        if pause_s > 0 and not has_moved:  # waiters with equal pauses are due together
             due_at = (time.monotonic() // pause_s + 1) * pause_s
         self._wishes[waiter] = keys, due_at
 
     def _timed(self, call: Callable[[], T]) -> T:
-        """Calls the store, or one that may call it."""
+        """Makes a call that may use the store; `is_stuck` is true while it takes too long."""
         self._call_deadline = Deadline(self._patience_s)
         try:
             return call()

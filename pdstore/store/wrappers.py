@@ -1,4 +1,4 @@
-"""Stores around a store: `WrapperStore`, the base of all, and `GuardedStore`, an engine's."""
+"""Stores that wrap a store: `WrapperStore`, their base, and `GuardedStore`, which engines use."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ R = TypeVar("R")
 
 
 class WrapperStore(Store):
-    """Passes every call of the contract to another store.
+    """Passes every call of the contract to the wrapped store.
 
-    It offers none of the other store's optional protocols but those that a subclass lets through:
-    one that changes `get` would verify other bytes.
+    Of the wrapped store's optional protocols it offers only those that a subclass names in
+    `passes`. Calls that see values must not be named if the subclass changes values: they would see
+    other bytes.
     """
 
     passes: tuple[type, ...] = ()
@@ -46,7 +47,7 @@ class WrapperStore(Store):
 
     @property
     def wrapped(self) -> Store:
-        """The other store."""
+        """The wrapped store."""
         return self._store
 
     @property
@@ -85,21 +86,21 @@ class WrapperStore(Store):
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
 OPEN_S = 1.0
-"""The pause: short, because a probe is one call of one thread."""
+"""Time for which the breaker stays open: short, because a probe is one call of one thread."""
 _DIRECTION = {"get": "load", "put": "save"}
 
 
 class GuardedStore(WrapperStore):
     """Measures each call, retries once after a broken connection, and rests a store that fails.
 
-    It changes no answer. So `find_optional` finds the other store's optional protocols through it:
-    their calls go through `around` as well.
+    It changes no answer. So `find_optional` finds the wrapped store's optional protocols through
+    it; their calls go through `around` as well.
 
-    Calls are counted by verb and outcome, with their seconds, and the bytes of what was got and
-    put. After `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at
-    once, or StoreDenied if the last one was denied. After every `open_s` one call is let through as
-    a probe. If the last failure came quickly, as from a replica, calls go through all the same:
-    they cost little, and the store is used once it works.
+    It counts calls by verb and outcome, their seconds, and the bytes that were got and put. After
+    `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
+    StoreDenied if the last call was denied. Every `open_s`, one call is let through as a probe. But
+    if the last failure came quickly, as from a replica, all calls go through: they cost little, and
+    the store is used as soon as it works.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class GuardedStore(WrapperStore):
 
     @property
     def problem(self) -> str | None:
-        """The last failure of the store, or its last refusal for want of room; None if it is well.
+        """The store's last failure, or its last refusal for want of room; None if all is well.
 
         Any call that succeeds ends a failure; only a put that succeeds ends a want of room.
         """
@@ -154,10 +155,10 @@ class GuardedStore(WrapperStore):
         self.around("clear", self._store.clear, namespace)
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
-        """Makes a call of the other store and returns its answer.
+        """Makes a call of the wrapped store and returns its answer.
 
         verb: the method of `Store` that the call is a form of, for example `get` for `get_right`.
-        args: those of the call; first the keys of a batch, if it has keys, then its slots.
+        args: the call's arguments: first the keys of a batch, if it has keys, then its slots.
         """
         if args and not args[0]:  # no keys, no I/O: that says nothing about the store
             return call(*args, **kwargs)
@@ -172,7 +173,7 @@ class GuardedStore(WrapperStore):
                 except StoreError as error:
                     self._measure(verb, began_at, error)
                     if isinstance(error, StoreUnavailable) and not (is_retry or self.is_open):
-                        is_retry = True  # a connection that broke while idle shows it when used
+                        is_retry = True  # an idle connection may have broken, which its use shows
                         continue
                     is_well = isinstance(error, _HEALTHY)
                     self._keep_error(error, self._clock() - began_at)
@@ -188,7 +189,7 @@ class GuardedStore(WrapperStore):
                 self._probe_at = self._clock() + self._open_s
 
     def _check_breaker(self) -> None:
-        """Raises while the breaker is open, but for the call that is the next probe."""
+        """Raises while the breaker is open, except for the call that is the next probe."""
         with self._lock:
             if self.is_open and not self._is_quick:
                 if self._clock() < self._probe_at:

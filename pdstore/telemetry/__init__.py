@@ -1,1 +1,1 @@
-"""Telemetry: the table of the metrics, the words of each reason, warnings, request records."""
+"""Telemetry: what each reason means, warnings in the log, request records and their spans."""

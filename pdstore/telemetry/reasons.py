@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Advice(NamedTuple):
-    """The meaning of a reason, and what a person looks at or does about it."""
+    """The meaning of a reason, and what a person should look at or do about it."""
 
     means: str
     look_at: str
@@ -107,7 +107,7 @@ ADVICE: dict[Reason, Advice] = {
 
 QUIET = frozenset(
     {
-        Reason.ABSENT,  # ordinary for a new prompt; PrefixCacheManager tells where it is not
+        Reason.ABSENT,  # ordinary for a new prompt; else PrefixCacheManager warns
         Reason.NAMESPACE,  # PrefixCacheManager names the fields
         Reason.OTHER_POOL,  # PrefixCacheManager names the pools
         Reason.CANCELLED,
@@ -121,7 +121,7 @@ QUIET = frozenset(
 class ReasonLog:
     """Warns of a reason the first time it comes up, and then at most once in `pause_s`.
 
-    A later warning counts those that were left out. Any thread may call it.
+    A later warning tells how many were left out. Any thread may call it.
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -132,7 +132,7 @@ class ReasonLog:
         self._left_out: dict[tuple[str, Reason], int] = {}
 
     def warn(self, what: str, reason: Reason, error: BaseException | None = None) -> None:
-        """Says that `what` fell short, why, and what to look at.
+        """Warns that `what` fell short, with the reason and what to look at.
 
         what: "a lookup", "a load" or "a save".
         error: the exception behind the reason, if there was one.
@@ -151,7 +151,7 @@ class ReasonLog:
 def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:
     advice = ADVICE[reason]
     words = f"{what} fell short ({reason.value}): "
-    if isinstance(error, StoreError) and error.remedy:  # its cause is known, and what to do
+    if isinstance(error, StoreError) and error.remedy:  # it says what to do
         words += str(error)
     else:
         words += f"{advice.means} [{error}]" if error is not None and str(error) else advice.means

@@ -1,4 +1,4 @@
-"""RequestRecord: the way of one request through an instance; the journal keeps the last ones."""
+"""RequestRecord: what happened to a request in an instance. Journal: keeps the last records."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request, when nothing more happens for it here.
+    """The record of one request, made when nothing more happens for it in this instance.
 
     request_id: the client's or the router's; cut short, without control characters.
-    handoff: the hand-off's id in hex; None for a request of one instance alone.
+    handoff: the hand-off's id in hex; None for a request without a hand-off.
     role: PDSTORE_ROLE.
     arrived_at: seconds since the epoch.
     num_tokens: tokens of the prompt. The counts after it say how many of them were matched in the
       pool, loaded, computed, and saved by this instance so that they are durable.
     reason: why less than all was matched, loaded or saved; None if nothing was missing.
-    in_store: for a phase of the same name, from its first store call to the end of its last.
+    in_store: for each phase with store calls, a phase of the same name, from the begin of its first
+      store call to the end of its last.
     traceparent: the W3C trace context that came with the request.
     """
 
@@ -86,7 +87,7 @@ def plain(text: object) -> str:
 
 @dataclass
 class RequestTimer:
-    """Takes the times of one request's phases. Any thread may call it.
+    """Measures the times of one request's phases. Any thread may call it.
 
     clock: monotonic seconds.
     """
@@ -114,21 +115,21 @@ class RequestTimer:
             self._ends[name] = self.elapsed_s
 
     def phases(self) -> tuple[Phase, ...]:
-        """Returns the phases in the order of their beginnings; one that still runs ends now."""
+        """Returns the phases in the order of their beginnings; a phase that still runs ends now."""
         now = self.elapsed_s
         found = (Phase(n, begin, self._ends.get(n, now)) for n, begin in self._begins.items())
         return tuple(sorted(found, key=lambda phase: phase.begin_s))
 
 
 class Journal:
-    """Keeps the last `most` records, logs each, and calls listeners. Any thread may add one."""
+    """Keeps the last `most` records, logs each, and calls listeners. For any thread."""
 
     def __init__(self, most: int = 100) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=most)
         self._listeners: list[Callable[[RequestRecord], None]] = []
 
     def add(self, record: RequestRecord) -> None:
-        """Takes the record of a request that is over."""
+        """Adds the record of a request that has ended."""
         self._records.append(record)
         log.info("%s", record.line())
         for listener in self._listeners:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-_PATH = "/v1/traces"  # OTLP's, where the URL of a receiver has none
-_EXPORT_S = 3.0  # the most that a stop waits for a receiver that is away
+_PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
+_EXPORT_S = 3.0  # most that a stop waits for a receiver that does not answer
 _NS = 1_000_000_000
 
 
 def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     """Returns a provider whose spans go to an OTLP receiver, in batches, over HTTP.
 
-    The SDK's own thread sends them; a receiver that is away costs spans and nothing else.
+    The SDK's own thread sends the spans. If the receiver does not answer, only spans are lost.
 
     url: PDSTORE_TRACES.
     service: OpenTelemetry's name of this process, unless OTEL_SERVICE_NAME gives one.
@@ -43,8 +43,8 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     class SpanIds(IdGenerator):
         """Draws ids from the system's randomness.
 
-        The SDK's own generator uses Python's `random`. vLLM seeds that in each process, and alike
-        on P and D: their spans would have the same ids.
+        The SDK's own generator uses Python's `random`. vLLM seeds `random` in each process, with
+        the same seed on P and D: their spans would have the same ids.
         """
 
         def generate_span_id(self) -> int:
@@ -57,7 +57,7 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     provider = TracerProvider(
         resource=attributes.merge(OTELResourceDetector().detect()),
         id_generator=SpanIds(),
-        shutdown_on_exit=False,  # whoever opens it closes it
+        shutdown_on_exit=False,  # `Spans.close` ends it
     )
     exporter = OTLPSpanExporter(endpoint=_endpoint(url), timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -65,11 +65,11 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
 
 
 class Spans:
-    """Makes the spans of requests that are over: give `add` to `Journal.listen`.
+    """Makes the spans of requests that have ended: give `add` to `Journal.listen`.
 
-    A request is one span. In it is one for each phase, and in that one for the store, from the
-    phase's first store call to the end of its last. They belong to the trace in the record's
-    `traceparent`; a request without one begins a trace. Any thread may call it.
+    Each request has one span. It contains a span for each phase, which contains a span for the
+    store, from the phase's first store call to the end of its last. All belong to the trace in the
+    record's `traceparent`; without one, a new trace begins. Any thread may call it.
 
     provider: closed by `close`.
     """
@@ -85,7 +85,7 @@ class Spans:
     def to(cls, url: str, role: str, *, namespace: str, store: str) -> Spans:
         """Opens the spans of an instance. Raises MissingExtra.
 
-        url: of an OTLP receiver. role: PDSTORE_ROLE. store: its label.
+        url: of an OTLP receiver. role: PDSTORE_ROLE. store: the store's label.
         """
         named = {"pdstore.role": role, "pdstore.namespace": namespace, "pdstore.store": store}
         return cls(open_provider(url, f"pdstore-{role}", **named))
@@ -115,7 +115,7 @@ class Spans:
         whole.end(_instant(record, last))
 
     def close(self) -> None:
-        """Sends what is left, for some seconds at most."""
+        """Sends the spans that are left, for some seconds at most."""
         self._provider.shutdown()
 
     def _begin(self, parent: Span, name: str, record: RequestRecord, phase: Phase) -> Span:

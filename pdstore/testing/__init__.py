@@ -1,4 +1,4 @@
-"""Tests for stores, shipped so that anybody's store can run them: `StoreTests` and its doubles."""
+"""Tests for stores, shipped so that other packages can run them: `StoreTests` and its tools."""
 
 from __future__ import annotations
 

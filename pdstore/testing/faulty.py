@@ -25,15 +25,16 @@ log = logging.getLogger(__name__)
 class Faulty(WrapperStore):
     """Wraps a store, and fails by a seeded chance or when told to.
 
-    `faulty+redis://host?seed=7&error_rate=0.01` wraps the store of the rest of the URL, of any
-    kind, to rehearse what an engine does when it fails. A rate that the URL leaves out is 0.02.
+    `faulty+redis://host?seed=7&error_rate=0.01` wraps the store that the rest of the URL names, to
+    rehearse what an engine does when its store fails. A rate that the URL leaves out is 0.02.
 
     seed: of the random choices; threads draw them in the order of their calls.
-    error_rate, miss_rate: chance of a StoreUnavailable, and of a shorter prefix.
+    error_rate, miss_rate: the chance that a call raises StoreUnavailable, and that it answers with
+      fewer keys than the wrapped store.
     corrupt_rate: chance that one bit of a value that was read is flipped.
-    bytes_per_s: a bound on all reads together (in the URL a size, such as `100MB`); 0: none.
+    bytes_per_s: a limit for all reads together (in the URL a size, such as `100MB`); 0: none.
 
-    The metric `pdstore_store_codes_total` counts what it did, by kind (`codes`).
+    The metric `pdstore_store_codes_total` counts the failures on purpose, by kind (`codes`).
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Faulty(WrapperStore):
         check_url(url.inner("faulty+"), settings)
 
     def codes(self) -> Mapping[str, int]:
-        """Returns how often it failed on purpose, by kind, beside the codes of the other store."""
+        """Returns how often it failed on purpose, by kind, and the wrapped store's own codes."""
         return {**super().codes(), **self._counts}
 
     def hold(self) -> None:
@@ -96,7 +97,7 @@ class Faulty(WrapperStore):
                 value = slots.value(i)
                 value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
                 self._counts["faulty_corrupt"] += 1
-        if self._bytes_per_s:  # a read begins after all earlier ones
+        if self._bytes_per_s:  # each read begins after all earlier reads
             with self._lock:
                 start = max(time.monotonic(), self._read_until)
                 self._read_until = end = start + sum(slots.sizes[:n]) / self._bytes_per_s

@@ -1,4 +1,4 @@
-"""Keys and values that any process can check, threads and forks with a deadline, for tests."""
+"""For tests: keys and values that any process can check; threads and forks with a deadline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def contents(keys: Sequence[str], size: int, version: int = 0) -> list[bytes]:
 def empty_slots(
     sizes: Sequence[int], *, slot_bytes: int | None = None, numbers: Sequence[int] | None = None
 ) -> Slots:
-    """Returns slots in a new buffer, filled with 0xEE; in the buffer's order without `numbers`."""
+    """Returns slots in a new buffer of bytes 0xEE; without `numbers`, in the buffer's order."""
     slot_bytes = max([*sizes, 1]) if slot_bytes is None else slot_bytes
     numbers = range(len(sizes)) if numbers is None else numbers
     view = memoryview(bytearray(b"\xee" * slot_bytes * (max(numbers, default=0) + 1)))
@@ -53,7 +53,7 @@ def filled_slots(
 
 
 def put(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> int:
-    """Puts values; returns the store's count, which must be one."""
+    """Puts values; returns the store's answer, which must be a count."""
     return count_of(store.put(keys, filled_slots(values)), keys, store)
 
 
@@ -73,7 +73,7 @@ def put_new(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[b
 
 
 def assert_stored(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> None:
-    """Gets all of these values."""
+    """Asserts that the store returns all of these values."""
     assert_values(get(store, keys, [len(value) for value in values]), values)
 
 
@@ -92,12 +92,12 @@ def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
 
 
 def run_together(*functions: Callable[[], None], deadline_s: float = 30.0) -> None:
-    """Runs functions at once; raises the first error, AssertionError for one that does not end."""
+    """Runs functions on threads; raises the first error, AssertionError if one does not end."""
     start_background(*functions)(deadline_s)
 
 
 def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
-    """Starts functions at once. The result waits for their end as `run_together` does."""
+    """Starts functions on threads. The result waits for their end as `run_together` does."""
     errors: list[BaseException] = []
 
     def guarded(function: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
 
 
 def exit_code_of(function: Callable[[], object], deadline_s: float = 10.0) -> int | None:
-    """Runs a function in a forked child; returns 0 if it was true there, None if it hangs."""
+    """Runs a function in a forked child; returns 0 if its result was true, None if it hangs."""
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not function()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads run here, as in an engine

@@ -1,1 +1,1 @@
-"""The worker process's half: moves KV blocks between the paged cache and the store."""
+"""The half of pdstore in an engine's worker processes: moves blocks from and to the store."""

@@ -1,4 +1,4 @@
-"""Follow: finds what P has stored of a hand-off, and releases it to the load that follows it."""
+"""Follow: finds the blocks of a hand-off that P has stored, and releases them to a load."""
 
 # Decision: docs/decisions/012-following.md
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
 
 _WINDOW = 128
-"""Keys that one call matches; each is leased, so it is no more than will be loaded soon."""
-_PAUSE_S = 0.02  # between two looks where the store tells of changes: it may not hear of all
+"""Most keys that one call matches: each is leased, so only as many as are loaded soon."""
+_PAUSE_S = 0.02  # most between two looks: a store may not hear of all changes
 _ASK_AFTER_S = 0.1
 
 
 class _Lane:
-    """One layer range of a prompt: how far it is stored, and how far that is released."""
+    """One layer range of a prompt: up to where it is stored, and up to where it is released."""
 
     def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
         self._prompt = prompt
@@ -45,7 +45,7 @@ class _Lane:
         return self._at == len(self._keys) and self._released == len(self._prompt.keys)
 
     def advance(self, store: Store) -> bool:
-        """Matches on from the first missing key. Returns whether any more is stored."""
+        """Matches the keys from the first missing one on. Returns whether more are stored now."""
         before, found, asked = self._at, 0, 0
         while found == asked and self._at < len(self._keys):
             window = self._keys[self._at : self._at + _WINDOW]
@@ -54,7 +54,7 @@ class _Lane:
         return self._at > before
 
     def release_whole(self, work: LoadWork) -> bool:
-        """Releases the blocks that are whole in this layer range. Returns whether there are any."""
+        """Releases the blocks that are whole in this layer range. Returns whether any were."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
         first, stop = self._released, len(keys) if is_all else self._numbers[self._at]
@@ -68,14 +68,14 @@ class _Lane:
 
 
 class Follow(Waiter):
-    """One load that follows a hand-off, as `KeyWatch` takes it.
+    """One load that follows a hand-off. It is added to a `KeyWatch`.
 
-    It ends when all is loaded, when P has stored all or failed, or when P has died: then what is
-    missing will not come.
+    It ends when all blocks are loaded, when P has stored all of them or has failed, or when P has
+    died: after that, missing blocks will not come.
 
-    stall_s: the load ends when nothing more is stored for so long.
+    stall_s: the load ends when P has stored nothing more for so long.
     wake: tells the queue that the load has more to do, or nothing more.
-    clock: counts from when the load was made; `asked_at` goes by it.
+    clock: monotonic seconds; `asked_at` is a time of it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Follow(Waiter):
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Releases what is stored; ends the load if P says that it was all, or says nothing."""
+        """Releases what is stored; ends the load if P says that no more comes, or is silent."""
         if self.is_over:
             return None
         self._learn_instance(asked_at)
@@ -134,7 +134,7 @@ class Follow(Waiter):
         return None if self.is_over else _PAUSE_S
 
     def look_failed(self, error: Exception) -> float | None:
-        """Goes on: the load ends when nothing appears in time."""
+        """Goes on after an error: the load ends if nothing more is stored in time."""
         return None if self.is_over else _PAUSE_S
 
     def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
@@ -143,7 +143,7 @@ class Follow(Waiter):
             for lane in self._lanes:
                 if cut is not None or lane.missing in stored:
                     moved |= lane.advance(self._store)
-        except StoreError:  # what was found before it is loaded, the rest is asked for again
+        except StoreError:  # loads what was found before it; asks again for the rest
             cut = None
         for lane in self._lanes:
             moved |= lane.release_whole(self._work)
@@ -156,7 +156,7 @@ class Follow(Waiter):
             self._wake()
 
     def _learn_instance(self, asked_at: float) -> None:
-        """Asks once who is P, if a router named the hand-off and nothing came for a moment."""
+        """Reads P's instance id, once, if a router chose the hand-off id and no block came yet."""
         if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
             return
         try:
@@ -173,7 +173,7 @@ class Follow(Waiter):
         if self._failed in stored:
             return Reason.HANDOFF_FAILED
         self._done = [key for key in self._done if key not in stored]
-        return None if self._done else Reason.ABSENT  # stored, and lost
+        return None if self._done else Reason.ABSENT  # stored, but lost
 
     def _note_life(self, at: float) -> None:
         """Takes note that P has stored something."""
@@ -182,7 +182,7 @@ class Follow(Waiter):
             self._pulse.add_beat(at)
 
     def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
-        """Returns why nothing more is expected of P, which says nothing; None if it is."""
+        """Returns why no more is expected of P, which has no news; None if more is expected."""
         if self._pulse is not None:
             self._pulse.update(stored, asked_at)
             if self._pulse.is_silent():

@@ -1,4 +1,4 @@
-"""Heartbeat and MarkWork: tell D, beside the blocks, that P lives, has begun, or failed."""
+"""Heartbeat: tells D that P lives. MarkWork: tells D that P has begun or has failed."""
 
 # Decision: docs/decisions/013-heartbeat.md
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SLOT_BYTES = 4096
 
 
 def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> None:
-    """Puts a beat of an instance, and removes all before it but the last one.
+    """Puts a beat of an instance, and removes all older beats but the last one before it.
 
-    A beat that the store does not take is left out: the save in progress reports the error.
+    It raises no error if the store does not take the beat: the running save reports the error.
     """
     slots = Slots(store.allocate(_SLOT_BYTES), _SLOT_BYTES, [0], [block.HEADER_BYTES])
     id = bytes.fromhex(instance)
@@ -37,11 +37,11 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
 
 
 class Heartbeat:
-    """Puts one small value every `period_s`, as long as a hand-off is being saved.
+    """Puts one small value, a beat, every `period_s`, as long as a hand-off is being saved.
 
-    The first one comes up to a period after a hand-off's begin: many are saved by then. One rank,
-    with the first layer's first shard, beats for its instance, and until the other ranks' saves
-    must have ended too. Any thread may call.
+    The first beat comes up to a period after a hand-off has begun: many hand-offs are saved by
+    then. Only the rank that has the first shard of the first layer beats for its instance. It beats
+    until the saves of the other ranks must have ended as well. Any thread may call it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Heartbeat:
         is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
         self._linger_s = 0.0 if is_alone else settings.deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
-        self._numbers: dict[str, int] = {}  # of each instance's next beat
+        self._numbers: dict[str, int] = {}  # the number of each instance's next beat
         self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
 
     def begin_beats(self, handoff: HandoffId) -> None:
@@ -69,7 +69,7 @@ class Heartbeat:
             self._ends[handoff] = None
 
     def end_beats(self, handoff: HandoffId) -> None:
-        """Ends the beats for a hand-off. Does nothing for one that has ended or never began."""
+        """Ends the beats for a hand-off. Does nothing if they have ended or never began."""
         if handoff in self._ends:
             self._ends[handoff] = Deadline(self._linger_s)
 

@@ -1,8 +1,8 @@
-"""Job: one save or load in flight, what it does, and the workers that are at it.
+"""Job: one save or load in flight. Work: what it has to do. ChildJob: a worker that is at it.
 
-One lock of each job guards the shares of its work, the copies that run and the end. No store call,
-copy or watcher runs under it. Nothing here may be called from a signal handler, which might wait
-for a lock of its own thread.
+Each job has a lock, which guards the shares of its work, the running copies and its end. No store
+call, copy or watcher runs while the lock is held. Nothing here may be called from a signal handler,
+which might wait for a lock that its own thread holds.
 """
 
 # Decision: docs/decisions/003-end-and-copies.md
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Urgency(enum.IntEnum):
-    """Which jobs workers begin first."""
+    """The order in which workers begin jobs."""
 
-    MARKER = 0  # a few bytes that another instance waits for; no bound refuses it
+    MARKER = 0  # a few bytes that another instance waits for; no limit refuses it
     HANDOFF = 1  # another instance waits for all of it
     ORDINARY = 2
 
@@ -50,23 +50,23 @@ class Shortfall(NamedTuple):
 
 @dataclass(eq=False)
 class Work:
-    """The content of a job, in shares that several workers can carry at once.
+    """The content of a job, in shares that several workers can carry at the same time.
 
-    Its job reads the properties and calls `next_share` under `lock`, and calls `conclude` without
-    it, once, after the last share. After a shortfall no further share is begun. This class has no
-    shares: all is in `conclude`.
+    The job reads the properties and calls `next_share` while it holds `lock`. After the last share
+    it calls `conclude`, once, without the lock. After a shortfall no further share is begun. This
+    base class has no shares: a subclass that adds none does everything in `conclude`.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def progress(self) -> int:
-        """Leading tokens of the prompt that are where they should be by now."""
+        """The number of leading tokens of the prompt that have been moved by now."""
         return 0
 
     @property
     def num_ready(self) -> int:
-        """Shares that can be begun now."""
+        """The number of shares that can be begun now."""
         return 0
 
     @property
@@ -81,8 +81,9 @@ class Work:
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
         """Ends the job's work after its last share. Returns why it did less than all, or None.
 
-        shortfall: the first one, if there was one: then shares are left, and the work may be open
-          still. May raise as a share may.
+        shortfall: the first shortfall of a share, or None. After a shortfall, shares are left, and
+          the work may still be open.
+        May raise what a share may raise.
         """
         return shortfall
 
@@ -95,7 +96,7 @@ class Job:
     is over, and no copy begins after it. So after the end nothing reads or writes the paged cache
     for the job any more, however late the store answers.
 
-    began: monotonic seconds; no call of the store is earlier.
+    began: monotonic seconds, before its first call of the store.
     seconds: time limit, from when the job may run.
     """
 
@@ -151,11 +152,11 @@ class Job:
 
     @property
     def in_store(self) -> tuple[float, float] | None:
-        """The first begin and the last end of its calls of the store, in monotonic seconds."""
+        """The begin of its first store call and the end of its last, in monotonic seconds."""
         return self._store_calls
 
     def wait(self, timeout_s: float) -> JobResult:
-        """Waits for the end. Raises TimeoutError if the job still runs after the time."""
+        """Waits for the end. Raises TimeoutError if the job still runs after `timeout_s`."""
         self._has_ended.wait(max(0.0, timeout_s))
         if self._result is None:
             raise TimeoutError(f"the {self.direction.value} still runs after {timeout_s} s")
@@ -181,7 +182,7 @@ class Job:
 
     @property
     def num_ready(self) -> int:
-        """Workers that would find something more to do: one for each share, or one for the end."""
+        """The number of workers that would find work: one for each share, or one for the end."""
         with self._lock:
             return self._num_ready()
 
@@ -192,10 +193,10 @@ class Job:
     def begin_child(
         self, goes_on: Callable[[Job], bool], left: Callable[[ChildJob], None]
     ) -> ChildJob | None:
-        """Puts one more worker to the job; None if there is nothing to do for it.
+        """Adds a worker to the job; returns None if there is nothing to do for it.
 
-        goes_on: asked after each share; True if the worker takes the next one of this job, too.
-        left: told when the worker has left the job.
+        goes_on: called after each share; True if the worker should take this job's next share too.
+        left: called when the worker has left the job.
         """
         with self._lock:
             if not self._num_ready():
@@ -232,13 +233,13 @@ class Job:
         return self._work is None or self._shortfall is not None or self._work.is_at_end
 
     def _settle(self) -> None:
-        """Tells the end, whose cause is known; only the first call counts."""
+        """Sets the result and calls the watchers; only the first call does anything."""
         with self._lock:
             work, self._work = self._work, None
             if work is None:
                 return
             progress = work.progress
-        del work  # what it holds is released before anyone hears that the job is done
+        del work  # what the work holds is released before anyone hears that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
             _release_frames(error)
@@ -254,8 +255,9 @@ class Job:
 class ChildJob:
     """One worker's time at a job, in which it carries one share after the other.
 
-    Only that worker's thread calls it; `is_hung` is for any thread. It may leave one block copy
-    under way while it fills slots for the next (`finish_copy`), and waits for it before it leaves.
+    Only that worker's thread calls it, but any thread may read `is_hung`. It may leave one block
+    copy running while it fills slots for the next copy (`finish_copy`), and waits for the copy
+    before it leaves the job.
     """
 
     job: Job
@@ -281,9 +283,9 @@ class ChildJob:
     def run(self) -> None:
         """Carries shares until none is left or another job's turn comes.
 
-        The worker that finds nothing left, and no other at work, ends the job. Raises what is no
-        error of the store. The worker still counts as being at the job then, so that no other one
-        ends it before `fail` is called.
+        The worker that finds no share left, and no other worker at the job, ends the job. Raises
+        any exception but a StoreError. After that the worker still counts as being at the job, so
+        that no other worker ends the job before `fail` is called.
         """
         try:
             while (share := self._next_share()) is not None:
@@ -319,7 +321,7 @@ class ChildJob:
         return self.goes_on(self.job)
 
     def _conclude(self) -> None:
-        """Does the end of the work if nothing is left to do and nobody else is at it."""
+        """Concludes the work if nothing is left to do and no other worker is at the job."""
         job = self.job
         with job._lock:
             is_last = job._num_children == 1 and job._is_at_end() and not job._is_ending
@@ -333,7 +335,7 @@ class ChildJob:
         job.end_with(*(shortfall or (None, None)))
 
     def raise_if_over(self) -> None:
-        """Raises JobError when the job has ended: then only give back what is held."""
+        """Raises JobError if the job has ended: then only give back what is held."""
         if self.job._is_ending:
             raise JobError("the job has ended")
 
@@ -343,7 +345,7 @@ class ChildJob:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Surrounds what touches the paged cache. Raises JobError when the job has ended."""
+        """Surrounds a copy from or to the paged cache. Raises JobError if the job has ended."""
         job = self.job
         with job._lock:
             self.raise_if_over()
@@ -375,9 +377,9 @@ class ChildJob:
         self.raise_if_over()
 
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the copy that is under way, if there is one; another may be when it returns.
+        """Waits for the running copy, if there is one. The copy after it may already run.
 
-        following: waits for that other copy, gives back its slots and ends its `copying`.
+        following: waits for the copy after it, gives back its slots and ends its `copying`.
         """
         finish, self._under_way = self._under_way, following
         if finish is not None:
@@ -385,7 +387,7 @@ class ChildJob:
 
 
 Share = Callable[[ChildJob], Reason | None]
-"""Moves some blocks on a worker thread. Returns why not all of them, or None; may raise."""
+"""A function that moves some blocks; returns why not all of them, or None; may raise."""
 
 
 def _release_frames(error: BaseException) -> None:

@@ -1,8 +1,8 @@
-"""JobQueue: which job each worker does next, and until when.
+"""JobQueue: decides which job each worker does next, and ends jobs whose time is up.
 
-One lock guards a heap of ready jobs for each direction. No job is run or ended under it, and
-no I/O is done. A job's own lock may be taken under it, never the other way round. Nothing here may
-be called from a signal handler.
+One lock guards the heaps of ready jobs, one heap for each direction. While the lock is held, no job
+is run or ended, and no I/O is done. A job's own lock may be taken while this lock is held, never
+the other way round. Nothing here may be called from a signal handler.
 """
 
 # Decision: docs/decisions/016-shared-jobs.md
@@ -42,24 +42,26 @@ MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
 _CLOCK_S = 0.1  # between two looks for jobs whose time is up
 STOP_S = 1.0
-"""Time for the markers of what a close has cut, and for the threads to end."""
+"""Time that a close leaves for the markers of hand-offs that it cut, and for its threads' end."""
 
 _Entry = tuple[Urgency, float, int, Job]
-"""A ready job, in the order in which jobs are begun: when its time is up, and its number."""
+"""A ready job as a heap's entry: its urgency, the time of its deadline, a number, the job."""
 
 
 class JobQueue:
-    """Runs jobs on worker threads, with bounds on the queues, on time and on the close.
+    """Runs jobs on worker threads, with limits to the queues, the jobs' times and the close.
 
-    A worker carries a share of about 32 MiB, of a save into an arena of up to 256, and then looks
-    again whose turn it is. Markers come first, then the jobs of hand-offs, then the others; of
-    equally urgent ones the direction that fewer workers serve. One direction never has all workers.
+    A worker carries a share of about 32 MiB, or of up to 256 MiB for a save into an arena. Then it
+    looks again which job's turn it is. Markers come first, then the jobs of hand-offs, then the
+    other jobs; among equally urgent jobs, those of the direction with fewer workers. One direction
+    never has all workers.
 
-    A deadline ends the job; its worker stays out of service until the store call has really
-    returned. While more than MAX_HUNG_CALLS such calls are out, new jobs are refused at once.
+    A deadline ends a job, but its worker cannot take another job before its store call has
+    returned. While more than MAX_HUNG_CALLS such calls hang, new jobs are refused at once.
 
-    max_jobs, max_bytes: of the jobs of one direction that no worker has begun. Markers count, but
-      are never too many: another instance waits for them, and they are small.
+    max_jobs, max_bytes: limits for the jobs of one direction that no worker has begun. Markers
+      count towards the limits but are never refused because of them: another instance waits for
+      markers, and they are small.
     Raises DeviceError when a worker cannot be put on its device.
     """
 
@@ -102,7 +104,7 @@ class JobQueue:
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, behind those in `after`. A refused one comes back ended, with a reason."""
+        """Queues a job, to run after those in `after`. A refused job comes back ended."""
         try:
             self.check_process()
         except PoolClosed as error:
@@ -123,7 +125,7 @@ class JobQueue:
         return job
 
     def wake(self, job: Job) -> None:
-        """Restarts a job's time limit; wakes workers if it has new shares, or for its end."""
+        """Restarts a job's time limit; wakes workers for its new shares, or for its end."""
         if self.is_in_child:
             return
         with self._has_ready:
@@ -163,9 +165,9 @@ class JobQueue:
     def close(self, drain_s: float) -> bool:
         """Lets jobs run for up to `drain_s`, ends the rest, stops the threads in a second more.
 
-        Twice is fine. Hand-offs that are cut are marked as failed before the threads stop. A second
-        caller waits for the first. Returns whether this was the first call; never in the child of a
-        fork.
+        Hand-offs whose saves it ends are marked as failed before the threads stop. A second caller
+        waits for the first. Returns True to the first caller, and False to others and in the child
+        of a fork.
         """
         if self.is_in_child:
             return False
@@ -185,7 +187,7 @@ class JobQueue:
         self._wait_until_idle(drain_s)
         self._end_all()
         limit = Deadline(STOP_S)
-        self._wait_until_idle(STOP_S / 2)  # markers that say so
+        self._wait_until_idle(STOP_S / 2)  # lets markers tell of these ends
         with self._has_ready:
             self._is_closed = True
             self._has_ready.notify_all()
@@ -237,7 +239,7 @@ class JobQueue:
             self._offer(job)
 
     def _offer(self, job: Job) -> None:
-        """Shows a job to the workers, and wakes one for each of its shares or for its end."""
+        """Shows a job to the workers, and wakes a worker for each of its shares or for its end."""
         num_ready = job.num_ready
         if num_ready and job not in self._offered:
             self._offered.add(job)
@@ -260,7 +262,7 @@ class JobQueue:
         return None
 
     def _choose(self) -> Job | None:
-        """Returns the job whose turn it is on a worker that is free; None if there is none."""
+        """Returns the job whose turn it is on a free worker; None if no job is ready."""
         firsts = (self._first(way) for way in Direction if self._num_busy[way] < self._most_busy)
         return min(
             (job for job in firsts if job is not None),
@@ -293,7 +295,7 @@ class JobQueue:
             self._children.discard(child)
 
     def _forget(self, job: Job) -> None:
-        """Follows the end of a job, whoever ended it."""
+        """Removes a job that has ended from the queue, and counts its end."""
         with self._has_ready:
             self._alive.pop(job, None)
             self._waiting[job.direction].pop(job, None)
@@ -317,7 +319,7 @@ class JobQueue:
         return _CLOCK_S
 
     def _gauges(self) -> list[tuple[Gauge, Callable[[], int]]]:
-        """Returns what shows the queue's numbers. The metrics read them without the lock."""
+        """Returns gauges, each with a function for its value, which is called without the lock."""
         gauges: list[tuple[Gauge, Callable[[], int]]] = [
             (self._metrics.jobs_alive, lambda: self.num_alive),
             (self._metrics.hung_store_calls, lambda: self.num_hung),

@@ -1,4 +1,4 @@
-"""LoadWork: loads a prompt's blocks, a range a share."""
+"""LoadWork: loads a prompt's blocks; each share is one block range."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pdstore.worker.values import BlockRange, PromptBlocks, Values
 
 @dataclass(eq=False)
 class _Piece:
-    """Blocks of one layer range (None: of all layers), and how far they are loaded.
+    """A block range of one layer range (None: of all layers), and how far it is loaded.
 
-    num_loaded: values, without a gap before them.
-    reached: tokens of the prompt.
+    num_loaded: the number of its values that are loaded without a gap before them.
+    reached: the number of tokens of the prompt up to which it is loaded.
     """
 
     blocks: BlockRange
@@ -32,14 +32,14 @@ class _Piece:
 
 @dataclass(eq=False)
 class LoadWork(Work):
-    """Loads ranges of blocks, which end in any order; the tokens before the first gap count.
+    """Loads block ranges, in any order; only the tokens before the first gap count.
 
     A block counts when all its layer ranges are verified and copied. A load that met a wrong value
-    ends with a look at all that it did not load: what else is wrong is removed as well, so that one
+    reads, at its end, all values that it did not load, and removes the wrong ones as well: so one
     save heals the prompt.
 
-    first_token: of the prompt; those before it are there already.
-    ready: the copies wait on it.
+    first_token: tokens of the prompt before it are present already.
+    ready: an event that the copies wait for.
     """
 
     mover: Mover
@@ -69,12 +69,12 @@ class LoadWork(Work):
 
     @property
     def is_open(self) -> bool:
-        """True while it matters whether more is released. Takes the lock itself."""
+        """True while it matters whether more blocks are released. Takes the lock itself."""
         with self.lock:
             return not (self._are_all or self._gaps)
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
-        """Says that some blocks may be loaded; those of a layer range in the prompt's order.
+        """Says that some blocks may be loaded; call it in prompt order for each layer range.
 
         After `close` neither this nor another `close` does anything.
         """
@@ -85,7 +85,7 @@ class LoadWork(Work):
                 self._waiting += pieces
 
     def close(self, cut: Reason | None = None) -> None:
-        """Says that no more is released; `cut`: why that is not all of the prompt."""
+        """Says that no more blocks are released. cut: why these are not all; None if they are."""
         with self.lock:
             if not self._are_all:
                 self._cut = cut
@@ -97,7 +97,7 @@ class LoadWork(Work):
         return partial(self._load, piece)
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Returns the shortfall of the first gap in the prompt, which need not be the first."""
+        """Returns the shortfall of the gap nearest the prompt's begin, not of the one met first."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
@@ -110,17 +110,17 @@ class LoadWork(Work):
         return shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
-        """True if a piece may add tokens: behind a gap nothing counts."""
+        """True if loading a piece may still count: nothing counts after a gap."""
         return all(piece.blocks.first < self._block_at(gap) for gap, _ in self._gaps)
 
     def _block_at(self, piece: _Piece) -> int:
-        """Returns the first block that is missing in a piece with a gap."""
+        """Returns the first missing block of a block range that has a gap."""
         return max(piece.blocks.first, piece.reached // self.prompt.layout.block_tokens)
 
     def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
         self.ready = self.mover.ends.swap.to_follow(self.ready)
         values = self.prompt.values(piece.blocks, piece.layer_range)
-        if not values:  # a window has moved on
+        if not values:  # a window has moved past these blocks
             with self.lock:
                 piece.reached = self._end_of(piece)
             return None
@@ -134,10 +134,10 @@ class LoadWork(Work):
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
-            child.finish_copy()  # the gap begins behind it, and what comes before is still wanted
+            child.finish_copy()  # the gap comes after this copy, whose values still count
             with self.lock:
                 self._gaps.append((piece, gap))
-        return None  # what lies before the gap in other layer ranges is loaded all the same
+        return None  # no reason: other layer ranges are still loaded up to the gap
 
     def _remove_wrong(self, child: ChildJob, released: Sequence[_Piece]) -> None:
         with contextlib.suppress(StoreError):  # the load has its reason already
@@ -149,9 +149,9 @@ class LoadWork(Work):
     def _note_loaded(
         self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
     ) -> None:
-        """Notes that some values are in place; behind a copy that fell short or failed none counts.
+        """Notes that values are loaded; none counts after a copy that fell short or failed.
 
-        wanted: all values of the piece. why: the reason why the copy fell short.
+        wanted: all values of the piece. why: the reason why the copy fell short, or None.
         """
         with self.lock:
             if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:
@@ -163,7 +163,7 @@ class LoadWork(Work):
                 self._gaps.append((piece, Shortfall(why)))
 
     def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
-        """The tokens before the first gap in one layer range."""
+        """Returns the number of tokens before the first gap in one layer range."""
         tokens = self.first_token
         for piece in pieces:
             tokens = max(tokens, piece.reached)

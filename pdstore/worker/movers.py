@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 class Mover:
     """Moves the values of a child job, on its worker's thread.
 
-    Values come and go whole blocks first to last. Nothing counts as loaded that was not verified.
+    Values are moved in whole blocks, from first to last. Only verified values count as loaded.
 
-    ends: the paged cache, and the store.
-    way: how values come to the store and from it.
+    ends: the paged cache and the store.
+    way: how values get to the store and back from it.
     """
 
     def __init__(self, ends: Ends, way: StoreEnd) -> None:
@@ -41,12 +41,12 @@ class Mover:
         self.ends = ends
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
-        """Returns how many of the first keys are in the store; renews their leases."""
+        """Returns how many leading keys are in the store; renews their leases."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
-        """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
+        """Reads values and removes the wrong ones; loads nothing. Raises StoreError."""
         rest = values
         while rest:
             with self.way.slots(child, rest.sizes) as slots:
@@ -57,7 +57,7 @@ class Mover:
                 read = read_values(self.ends, child, asked, slots)
             if read.shortfall is not None and read.shortfall.error is not None:
                 raise read.shortfall.error
-            rest = rest[min(read.num_read + 1, len(asked)) :]  # goes on behind what ended it
+            rest = rest[min(read.num_read + 1, len(asked)) :]  # after the value that ended it
 
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
         """Stores header-only markers. Returns None if another process can see all of them."""
@@ -85,15 +85,16 @@ def open_mover(
 ) -> Mover:
     """Opens the mover that suits a store; `KVPool.ready` waits until its memory is registered.
 
-    store: the values that are moved to it are encrypted where PDSTORE_SEAL_KEY_FILE says so.
-    undo: gets what closes that memory again.
-    Raises ConfigError for a bad seal key file, and for blocks that the store can never take; it or
-    LayoutError for staging that does not fit.
+    store: values are encrypted on the way to it if PDSTORE_SEAL_KEY_FILE is set.
+    undo: gets callbacks that close that memory.
+    Raises ConfigError for a bad seal key file, and for blocks that the store can never take;
+    ConfigError or LayoutError for staging that is too small.
     """
     store = seal_store(store, settings)
     check_values_fit(store, layout)
     saves = settings.publish and settings.role != "decode"
-    # an instance that never saves cannot heal the value, and may have the wrong key itself
+    # an instance that never saves does not remove values of another seal key: it cannot save them
+    # again, and its own key may be the wrong one
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     ends = Ends(layout, swap, store, metrics, removed)
     in_place = _in_place(ends, range_bytes, undo)
@@ -127,7 +128,7 @@ def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPla
 
 
 def check_values_fit(store: Store, layout: Layout) -> None:
-    """Raises ConfigError, with what to set, if the store can never take a whole block of these."""
+    """Raises ConfigError, with what to set, if the store can never take a block of the layout."""
     why = store.why_too_long(block.HEADER_BYTES + layout.largest_payload_bytes)
     if why is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""KVPool: save and load; the worker process's half, which holds the KV tensors."""
+"""KVPool: saves and loads blocks in an engine's worker process, which holds the KV tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pdstore.worker.values import RANGE_BYTES, PromptBlocks, Tables, bytes_of
 
 log = logging.getLogger(__name__)
 
-_BYTES_PER_S = 1e9  # what a deadline allows beyond its fixed part
+_BYTES_PER_S = 1e9  # a deadline is a second longer for so many bytes
 _PIN_S = 30.0
 
 
@@ -46,13 +46,13 @@ class KVPool:
 
     Any thread may call it, but no signal handler: the thread that it interrupts may hold a lock.
 
-    layout, kv_caches: as `TorchSwap` takes them. Host memory is pinned beside the rest of the
-      engine's start: `ready` waits for the end of it, before graphs are captured.
-    namespace: `layout.namespace(...)`; keys of another one are refused.
-    store: the caller's, who closes it; None opens PDSTORE_STORE.
+    layout, kv_caches: as `TorchSwap` takes them. Host memory is pinned while the engine goes on
+      starting. Call `ready`, which waits for the end of it, before graphs are captured.
+    namespace: `layout.namespace(...)`; keys of another namespace are refused.
+    store: a store that the caller closes; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
-    range_bytes: about how much a block range has; see `JobQueue` for what a worker moves in a turn.
-    max_jobs: saves, and loads, that no worker has begun yet. More are dropped and counted.
+    range_bytes: about how many bytes a block range has; `JobQueue` tells what a worker takes.
+    max_jobs: most saves, and most loads, that wait for a worker. Others are dropped and counted.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """
@@ -103,9 +103,9 @@ class KVPool:
         return self._queue.problem or problem_of(self._mover.ends.store)
 
     def ready(self, timeout_s: float | None = None) -> None:
-        """Waits until host memory is pinned: graphs may be captured then. Earlier jobs wait, too.
+        """Waits until host memory is pinned; then graphs may be captured. Jobs wait for it, too.
 
-        timeout_s: None: 30 s and one more for each GB. Raises SwapError and TimeoutError.
+        timeout_s: None takes 30 s, and 1 s more for each GB. Raises SwapError and TimeoutError.
         """
         memory = self._mover.way.memory
         if timeout_s is None:
@@ -113,10 +113,10 @@ class KVPool:
         memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all saves so far are durable, but for those that their owner cancelled.
+        """Waits until all saves so far are durable, except those that their owner cancelled.
 
-        Raises SaveFailed once all have ended, for the first that failed since the last flush;
-        TimeoutError if one still runs after the time; PoolClosed in the child of a fork.
+        Raises SaveFailed once all have ended, for the first save that failed since the last flush;
+        TimeoutError if a save still runs after `timeout_s`; PoolClosed in the child of a fork.
         """
         self._queue.check_process()
         self._saves.flush(timeout_s)
@@ -138,14 +138,14 @@ class KVPool:
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
-            `NO_BLOCK` where a window has moved on; a list for each block table if the
-            layout has several. Read at once; of several tables an `array` of int64 is kept, so
-            nobody may change it before the job has ended.
-          first_token: tokens before it are stored or on their way already.
+            `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
+            several. The ids are read at once. But of several tables, one that is an `array` of
+            int64 is kept: do not change it before the job has ended.
+          first_token: tokens before it are stored already or being saved.
           ready: an event after which the paged cache holds these tokens; None: after what the
             calling thread's current stream has queued.
           handoff: publish the whole prompt under this name: D is told when all of it is durable.
-          after: saves that this one follows.
+          after: saves that must end before this one begins.
         """
         save = self.begin_save(
             keys, block_ids, first_token=first_token, handoff=handoff, after=after
@@ -166,13 +166,13 @@ class KVPool:
         """Starts a save whose layers are released one after the other, while a model computes them.
 
         The arguments are those of `save`. The caller says with `layers_done` what may be read; the
-        job's deadline counts from the last such call. An engine that gives up cancels the job.
+        job's deadline counts from the last such call. To give the save up, cancel the job.
 
-        starts: as `start_handoff` takes them, when the first layers are saved.
+        starts: arguments of `start_handoff`, which is done when the first layers are saved.
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
-        first_read = first_block if handoff is None else 0  # it may save any block once more
+        first_read = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_read)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         if handoff is not None and handoff.is_doubtful:
@@ -211,9 +211,9 @@ class KVPool:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
 
         The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there, and the engine can compute on from them. The
-        others were not stored any more, or did not verify, or a window before them has NO_BLOCK:
-        where windows have moved on, a load that falls short counts `first_token`.
+        first `job.result.num_tokens` tokens are there, and the engine can compute on after them.
+        The other tokens were not stored any more, or did not verify, or a window before them has
+        NO_BLOCK: if windows have moved on, a load that falls short counts only `first_token`.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
@@ -257,7 +257,7 @@ class KVPool:
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
         """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
 
-        P calls it for a D that got its request at the same time. num_tokens: of the whole prompt.
+        P calls it if the router asks D at the same time. num_tokens: tokens of the whole prompt.
         """
         self._heartbeat.begin_beats(handoff)
         return self._put_started(handoff, num_tokens)
@@ -277,11 +277,11 @@ class KVPool:
         return self._queue.num_alive
 
     def close(self) -> None:
-        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store. Twice is fine.
+        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store.
 
         It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits
-        until the first is through. In the child of a fork nothing happens: the threads, the device
-        and the store are the parent's.
+        until the first call has ended. In the child of a fork nothing happens: the threads, the
+        device and the store are the parent's.
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):
@@ -294,7 +294,7 @@ class KVPool:
         return self._put_marker(handoff.started(self.namespace), marker)
 
     def _put_marker(self, key: BlockKey, marker: Header) -> Job:
-        """Puts a marker, on a worker."""
+        """Starts a job that puts a marker."""
         work, seconds = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
         return self._submit_save(Job(Direction.SAVE, work, seconds=seconds, urgency=Urgency.MARKER))
 
@@ -317,9 +317,9 @@ class KVPool:
         return first_token // self.layout.block_tokens
 
     def _log_start(self, store: Store) -> None:
-        """Logs all that an operator compares between two instances in one line, and how it copies.
+        """Logs in one line what an operator compares between instances, and then the copy paths.
 
-        Memory is the host's that values are copied through.
+        The host memory in the line is the memory that values are copied through.
         """
         out, back = self._swap.plan(Direction.SAVE), self._swap.plan(Direction.LOAD)
         log.info(
@@ -341,7 +341,7 @@ class KVPool:
 
 
 def behind_caller(swap: Swap) -> ReadyEvent | None:
-    """Returns an event behind what the caller's stream has queued; None where there is no stream.
+    """Returns an event after what the caller's stream has queued; None if there is no stream.
 
     Raises SwapError while that stream is being captured into a graph.
     """
@@ -363,11 +363,11 @@ def tables_of(
     num_blocks: int,
     first_block: int = 0,
 ) -> Tables:
-    """Returns the block tables of a prompt; a plain list of ids is the only one.
+    """Returns the block tables of a prompt; a plain list of ids stands for a single table.
 
     Tables that are arrays of int64 are kept and not copied: nobody may change them.
-    num_blocks: of the paged cache.
-    first_block: what belongs to the pool's blocks before it is not checked.
+    num_blocks: engine blocks in the paged cache.
+    first_block: index of the first block of this job; table entries before it are not checked.
     Raises LayoutError for tables that do not fit.
     """
     given: Any = tuple(block_ids)  # read once, because it may be an iterator
@@ -404,7 +404,7 @@ def tables_of(
 
 
 def check_windows(layout: Layout, tables: BlockTables) -> None:
-    """Raises LayoutError where a block to be loaded reaches over a window's edge."""
+    """Raises LayoutError if a block to be loaded reaches across a window's edge."""
     per_block = layout.block_tokens // layout.engine_block_tokens
     for table in tables:
         num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0

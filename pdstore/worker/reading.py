@@ -1,4 +1,4 @@
-"""read_values: reads values from the store and says how many are right; removes what is wrong."""
+"""read_values: reads values from the store and says how many are right; removes wrong ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pdstore.worker.values import Values
 log = logging.getLogger(__name__)
 
 BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
-"""Reasons why a value is good for nobody, so that whoever meets it removes it."""
+"""Reasons why no instance can use a value, so that any instance that reads it removes it."""
 
 
 class Ends(NamedTuple):
-    """The ends between which values are moved, the paged cache and the store; and the counts.
+    """The two ends between which values are moved, paged cache and store, and the metrics.
 
-    removed: values that cannot be used for one of these reasons are removed.
+    removed: a value that cannot be used for one of these reasons is removed.
     """
 
     layout: Layout
@@ -40,9 +40,9 @@ class Ends(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The outcome of a read: how many of the first values are right, and why not more.
+    """The outcome of a read: how many leading values are right, and why not more.
 
-    num_read: how many of the first values the store brought, right or wrong.
+    num_read: how many leading values the store brought, right or wrong.
     """
 
     num_right: int
@@ -71,7 +71,7 @@ def read_values(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Re
 
 
 def _get(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
-    """Reads values; those before an error of the store are good to be verified."""
+    """Reads values; the values before an error of the store can be verified."""
     keys = values.keys
     with child.in_store_call():
         try:

@@ -1,4 +1,4 @@
-"""Host memory that copies use: pinned while the process does other things, and lent as slots."""
+"""PinnedMemory: host memory that threads pin. Staging: lends slots of such memory."""
 
 # Decision: docs/decisions/017-slots.md
 from __future__ import annotations
@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 MIN_SLOTS = 16
 _PAGE = 4096
 SPAN_BYTES = 16 << 20
-"""Registering stalls every kernel launch of the process meanwhile: 1 ms for this much."""
+"""Bytes that are registered at a time: for 1 ms, no thread of the process can launch a kernel."""
 _BACKGROUND_BYTES = 4 << 30
-_PAUSE_S = 0.002  # between pieces in the background, so that others can launch
+_PAUSE_S = 0.002  # between spans in the background, so that others can launch kernels
 _POPULATORS = 4
 
 
 def slot_bytes_for(payload_bytes: int) -> int:
-    """Size of a slot for payloads up to this: with the header, rounded up to 4 KiB."""
+    """Returns the slot size for payloads of up to so many bytes: with header, in whole 4 KiB."""
     return -(-(HEADER_BYTES + payload_bytes) // _PAGE) * _PAGE
 
 
 Span: TypeAlias = tuple[int, int]
-"""Address and bytes of a piece of memory that is registered in one call."""
+"""Address and bytes of memory that is registered in one call."""
 
 
 def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> list[Span]:
-    """Pieces of whole slots, about `span_bytes` each: no slot is in two of them.
+    """Returns spans of whole slots, of about `span_bytes` each: no slot lies in two spans.
 
     Raises ConfigError for memory or slots that are not whole pages.
     """
@@ -51,21 +51,21 @@ def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> 
 
 
 class _Step(NamedTuple):
-    """The work of a thread that pins: one piece."""
+    """The task of a thread that pins: one span."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
 class PinnedMemory:
-    """Memory that is being pinned: made present by four threads, registered by one at a time.
+    """Memory that is being pinned: four threads fault its pages in; one at a time registers.
 
-    Starts at once. When a piece fails, the registered ones are undone, and `ready` raises.
+    The constructor starts it. If a span fails, registered spans are unregistered; `ready` raises.
 
     view: the memory.
-    slot_bytes: no slot of so many bytes is in two pieces.
-    registrar: pins the pieces; None: any memory will do, and it stays as it is.
-    report_s: `ready` logs how far it is as often.
+    slot_bytes: the size of a slot; no slot lies in two spans.
+    registrar: pins the spans; None: copies can use any memory, so nothing is pinned.
+    report_s: seconds between the lines in which `ready` logs the progress.
     Raises ConfigError for memory or slots that are not whole pages.
     """
 
@@ -84,10 +84,10 @@ class PinnedMemory:
         self._pause_s = _PAUSE_S if self.num_bytes > _BACKGROUND_BYTES else 0.0
         self._left: deque[Span] = deque()
         self._pinned: list[Span] = []
-        self._lock = threading.Lock()  # one piece is registered at a time
+        self._lock = threading.Lock()  # one span is registered at a time
         self._error: Exception | None = None
         self._stopped = threading.Event()
-        self._ended = threading.Event()  # all is pinned, or what was is undone
+        self._ended = threading.Event()  # all is pinned, or all is unpinned again
         self._workers: list[Worker] = []
         if registrar is None:
             self._ended.set()
@@ -100,15 +100,15 @@ class PinnedMemory:
 
     @property
     def progress(self) -> float:
-        """The part of the memory that is pinned, 0 to 1."""
+        """The fraction of the memory that is pinned, 0 to 1."""
         if not self._is_needed:
             return 1.0
         return sum(num_bytes for _, num_bytes in self._pinned) / self.num_bytes
 
     def ready(self, timeout_s: float) -> None:
-        """Waits until all of it is pinned; logs meanwhile how far it is.
+        """Waits until all of the memory is pinned; logs the progress meanwhile.
 
-        Raises what a piece failed with, or TimeoutError.
+        Raises the error of a span that failed, or TimeoutError.
         """
         limit = Deadline(timeout_s)
         while not self.is_ready(min(self._report_s, limit.remaining_s())):
@@ -117,7 +117,7 @@ class PinnedMemory:
             log.info("staging is %s", self._state())
 
     def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Waits up to `wait_s`; True if all of it is pinned. Raises the error of a piece."""
+        """Waits up to `wait_s`; True if all is pinned. Raises the error of a span that failed."""
         if not self._ended.wait(wait_s):
             return False
         if self._error is not None:
@@ -125,7 +125,7 @@ class PinnedMemory:
         return True
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Unregisters everything, the last piece first; before the memory goes. Twice is fine."""
+        """Unregisters all spans, the last one first. Call it before the memory is freed."""
         self._stopped.set()
         limit = Deadline(timeout_s)
         if not all(worker.join(limit.remaining_s()) for worker in self._workers):
@@ -137,7 +137,7 @@ class PinnedMemory:
         return f"pinned to {100 * self.progress:.0f} % of {self.num_bytes / 2**30:.1f} GiB"
 
     def _next_step(self) -> _Step | None:
-        """Returns the next piece's work; None at the end, which the last of the threads says."""
+        """Returns the task of the next span, or None; then the last of the threads sets the end."""
         with self._lock:
             if self._left and not self._is_over():
                 return _Step(partial(self._pin, self._left.popleft()), self._fail)
@@ -177,11 +177,11 @@ class PinnedMemory:
 class Staging:
     """Lends slots by number. A quarter of them is kept for loads and a quarter for saves.
 
-    allocate: where the memory comes from (`Store.allocate`).
+    allocate: returns the memory (`Store.allocate`).
     num_bytes: what the user allows; as many whole slots as fit are made.
     registrar: as `PinnedMemory` takes it; no slot is lent before the memory is pinned.
-    Raises ConfigError, with the size needed, when fewer than 16 fit; and when the host has not as
-    much memory.
+    Raises ConfigError, with the size that is needed, if fewer than 16 slots fit; and if the host
+    has too little memory.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Staging:
 
     @property
     def largest_loan(self) -> int:
-        """Slots that one direction can have at once, whatever the other does."""
+        """The number of slots that one direction can have, whatever the other one has."""
         return self.num_slots - self._reserved
 
     @contextlib.contextmanager
@@ -234,11 +234,11 @@ class Staging:
         deadline: Deadline,
         is_over: Callable[[], bool],
     ) -> Iterator[list[int]]:
-        """`least` to `most` slots for the time of a `with`; waits until `least` are free.
+        """Lends `least` to `most` slots for the time of a `with`; waits until `least` are free.
 
-        An empty list when the deadline passed or `is_over()` said that the job has ended. Nobody
-        may wait here who holds slots: so no two jobs wait for each other. Raises why the memory
-        cannot be pinned.
+        The list is empty if the deadline has passed or `is_over()` says that the job has ended. A
+        caller that holds slots must not wait here, so that no two jobs wait for each other. Raises
+        the error if the memory could not be pinned.
         """
         numbers: list[int] = []
         with self._changed:
@@ -259,7 +259,7 @@ class Staging:
                 self._changed.notify_all()
 
     def _available(self, direction: Direction) -> int:
-        """Free slots less those that are kept for the other direction; 0 before they are pinned."""
+        """Counts free slots not kept for the other direction; 0 before the memory is pinned."""
         if not self.memory.is_ready():
             return 0
         other = Direction.SAVE if direction is Direction.LOAD else Direction.LOAD

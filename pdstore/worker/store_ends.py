@@ -1,4 +1,4 @@
-"""StoreEnd: how a mover's values come and go, through staging or in the memory of an arena."""
+"""StoreEnd: how values are moved to a store and back, through staging or in an arena's memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _LOOK_S = 0.05
 _MOST_TRIES = 3
 
 Loaded: TypeAlias = Callable[[Values, Reason | None], None]
-"""Called after a copy: with the values of whole blocks that are in place, and why not of all."""
+"""Called after a copy, with the values of whole blocks that are loaded, and why not all are."""
 
 
 class Move(NamedTuple):
     """Values to be moved together.
 
-    ready: the copies wait on it; a store that is read is asked before.
+    ready: an event that the copies wait for; a load reads the store before that.
     first_token: of the prompt; a load does not write the tokens before it.
     """
 
@@ -48,9 +48,9 @@ class Move(NamedTuple):
     first_token: int = 0
 
     def tokens_before(self, layout: Layout) -> list[int]:
-        """Returns how many tokens of each value's block come before the first token, if it has it.
+        """Returns for each value how many tokens of its block come before `first_token`.
 
-        0 for all other blocks.
+        That is 0 for all blocks but the one with `first_token`.
         """
         first_block, before = divmod(self.first_token, layout.block_tokens)
         return [before if number == first_block else 0 for number in self.values.numbers]
@@ -59,8 +59,8 @@ class Move(NamedTuple):
 class StoreEnd(ABC):
     """The way between the paged cache and a store. Jobs' workers call it.
 
-    split: how jobs are shared out to suit it.
-    memory: the host memory that copies use; they wait until it is ready.
+    split: how jobs are split to suit this way.
+    memory: the host memory that copies use; copies wait until it is ready.
     """
 
     split: Split
@@ -70,37 +70,37 @@ class StoreEnd(ABC):
     def slots(
         self, child: ChildJob, sizes: Sequence[int], least: int = 1
     ) -> AbstractContextManager[Slots]:
-        """Lends host memory for as many of the first values as it can: for `least`, or for none."""
+        """Lends slots for as many leading values as it can: for `least` or more, or for none."""
 
     @abstractmethod
     def save(
         self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
-        """Saves values; on return nothing is under way. Returns why not all of them, or None.
+        """Saves values; no copy runs any more on return. Returns why not all are saved, or None.
 
-        A count of the store's may be of values that it loses later. Raises StoreError.
-        gathered: called for each move when it has been copied out of the paged cache.
+        The store may lose values later that it has taken. Raises StoreError.
+        gathered: called for each move when its blocks have been copied out of the paged cache.
         """
 
     @abstractmethod
     def load_window(
         self, child: ChildJob, move: Move, loaded: Loaded
     ) -> tuple[Shortfall | None, Values]:
-        """Loads some of the first values, whole blocks of them: get, verify, scatter.
+        """Loads some leading values, in whole blocks: get, verify, scatter.
 
-        The last copy may be under way still; `child` waits for it.
+        The last copy may still run on return; `child` waits for it.
         loaded: called after each copy.
-        Returns why some of them are not loaded, and the values behind them.
+        Returns why some of these values are not loaded, or None, and the values after them.
         """
 
 
 class StagedEnd(StoreEnd):
     """Moves values through host slots that it borrows from staging.
 
-    A child job holds two windows at most, one that is filled and one whose copy is under way. It
-    waits for slots only while it holds none, so that no two jobs wait for each other.
+    A child job holds at most two windows of slots: one that is being filled and one whose copy
+    runs. It waits for slots only while it holds none, so that no two jobs wait for each other.
 
-    split: values that are read, verified and copied together are about one range of it.
+    split: values that are read, verified and copied together are about as large as one range.
     Raises LayoutError when a block's parts do not fit staging.
     """
 
@@ -120,7 +120,7 @@ class StagedEnd(StoreEnd):
         self._window = max(self._num_parts, min(window, largest))
         self._base = address_of(staging.view) + block.HEADER_BYTES
         self._native = ends.swap if isinstance(ends.swap, NativeSwap) else None
-        self._files: FileStore | None = None  # the library seals, reads and verifies its values
+        self._files: FileStore | None = None  # set if the library seals, reads and verifies values
         if self._native is not None:
             self._files = find_optional(ends.store, FileStore)
 
@@ -171,7 +171,7 @@ class StagedEnd(StoreEnd):
         return read.shortfall, values[len(window) :]
 
     def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
-        """Seals and stores values that were gathered; False if the store took not all of them."""
+        """Seals and stores values that were gathered; False if the store did not take all."""
         ends, keys = self._ends, values.keys
         if self._files is None or self._native is None:
             self._seal(values, slots)
@@ -194,10 +194,10 @@ class StagedEnd(StoreEnd):
             block.write_checksum(view, computed)
 
     def _read(self, child: ChildJob, values: Values, slots: Slots) -> Read:
-        """Fills the slots in one call of the library; step by step where a value is wrong."""
+        """Reads values into the slots in one call of the library; step by step if one is wrong."""
         if self._files is not None and self._native is not None:
             starts, engine = b"".join(values.starts), self._native.engine
-            with child.in_store_call(), contextlib.suppress(StoreError):  # the steps meet it too
+            with child.in_store_call(), contextlib.suppress(StoreError):  # the steps raise it again
                 answer = self._files.get_right(values.keys, slots, starts, engine)
                 if count_of(answer, values.keys, self._ends.store) == len(values):
                     return Read(len(values))
@@ -224,7 +224,7 @@ class StagedEnd(StoreEnd):
     def _lend_beside_a_copy(
         self, child: ChildJob, held: contextlib.ExitStack, most: int
     ) -> list[int]:
-        """Lends slots for whole blocks; without a wait while a copy that holds others goes on."""
+        """Lends slots for whole blocks; does not wait for slots while a running copy holds some."""
         if child.has_copy_under_way:
             at_once = self._lend(child, most, self._num_parts, Deadline(0.0))
             if numbers := held.enter_context(at_once):
@@ -251,15 +251,15 @@ class StagedEnd(StoreEnd):
 class InPlaceEnd(StoreEnd):
     """Saves by gathering blocks into an arena's memory; loads by scattering from its values there.
 
-    A save stores several ranges in one call of the library, a load begins with one window in
-    another. Where a call cannot do all, what can be done is done block by block, and what is read
-    is copied to private memory to find out which value is wrong.
+    A save stores several ranges in one call of the library; a load begins one window in a call. If
+    a call cannot save all, the save goes on block by block. If a call cannot load all, the values
+    are copied to private memory to find out which of them is wrong.
 
-    A value may be evicted while it is copied from. So after the copy the arena is
-    asked which values have not moved, and which were right when they were copied: those count.
+    A value may be evicted while a load copies from it. So after the copy the arena is asked which
+    values are still stored, and which were right when they were copied: only both together count.
 
     arena: the store of `ends`.
-    memory: the arena's, which is being registered with the device; jobs wait for that.
+    memory: the arena's memory, which is being registered with the device; jobs wait for that.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class InPlaceEnd(StoreEnd):
         return filled.error
 
     def _fill_one(self, child: ChildJob, move: Move) -> None:
-        """Stores a block, however long the arena's lock is held. Raises why it cannot."""
+        """Stores a block, however long others hold the arena's lock. Raises the store's error."""
         while (error := self._fill(child, [move])) is not None:
             if not isinstance(error, StoreTimeout):
                 raise error
@@ -332,14 +332,14 @@ class InPlaceEnd(StoreEnd):
                 self._ends.store.match(move.values.keys)
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
-        """Starts to scatter values, or returns False: not all are there, or one is wrong."""
+        """Starts to scatter values; returns False if not all are there or one is wrong."""
         batch, copies = self._batch(move), None
         with contextlib.ExitStack() as held:
             held.enter_context(child.copying())
             try:
                 with child.in_store_call():
                     copies = self._arena.start_scatter(batch)
-            except JobError:  # it ended meanwhile, and waits for its copies
+            except JobError:  # the job ended meanwhile: wait for the copies first
                 if copies is not None:
                     self._swap.finish(copies)
                 raise
@@ -351,9 +351,9 @@ class InPlaceEnd(StoreEnd):
         return True
 
     def _confirm(self, copies: Ticket, values: Values, loaded: Loaded) -> None:
-        """After a copy: counts the values whose bytes were theirs all the time.
+        """Counts, after a copy, the values that were right and are still stored.
 
-        The one behind those that were right when they were copied is damaged if it has stayed.
+        The first value that was not right when it was copied is damaged if it is still stored.
         """
         num_there, num_right = self._arena.confirm(copies)
         there = values[: values.num_whole(min(num_there, num_right))]
@@ -379,7 +379,7 @@ class InPlaceEnd(StoreEnd):
 def _finish(
     held: contextlib.ExitStack, wait: Callable[[], None], copied: Callable[[], None]
 ) -> None:
-    """Waits for copies, says that they are done, and gives back what they held."""
+    """Waits for copies, calls `copied`, and gives back what the copies held."""
     with held:
         wait()
         copied()

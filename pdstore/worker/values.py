@@ -21,12 +21,12 @@ from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 Tables = tuple[Sequence[int], ...]
 
 RANGE_BYTES = 32 << 20
-"""About how much a worker takes at a time of much. Smaller ranges lose to Python's lock, larger
-ones leave the cores' caches."""
+"""About how many bytes a worker moves at a time. With smaller ranges, workers wait for Python's
+lock; larger ranges do not fit the cores' caches."""
 _MANY = 8
 RANGES_AT_ONCE = 8
 """Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
-Several workers still share the last chunk of a long one."""
+Several workers still share the rest of a longer prompt."""
 
 
 class BlockRange(NamedTuple):
@@ -39,14 +39,14 @@ class BlockRange(NamedTuple):
 class Split(NamedTuple):
     """The way in which a job's blocks are split into ranges, and how early a save begins.
 
-    range_bytes: about how much is one range.
-    many: a job smaller than so many ranges is split into so many smaller ones, because its end is
-      the slowest worker's; but none has less than `range_bytes / many`. 1: no such split, because
-      the library spreads the work of one range over the processors.
+    range_bytes: about how many bytes one range has.
+    many: a job smaller than so many ranges is split into so many smaller ranges, none below
+      `range_bytes / many`: a job ends with its slowest worker. 1 makes no such split, for a library
+      that spreads the work of one range over the processors.
     at_once: ranges that a worker saves or loads in one turn, because one call of the library takes
       so many.
-    early_ranges: layer ranges of at least so many block ranges are saved before later ones are
-      computed. Each is work in Python of its own; smaller ones go together.
+    early_ranges: a layer range of at least so many block ranges is saved before later layers are
+      computed. Smaller layer ranges are saved together, because each costs time in Python.
     """
 
     range_bytes: int = RANGE_BYTES
@@ -56,12 +56,12 @@ class Split(NamedTuple):
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
-        """The split for a mover that does little in Python for a range."""
+        """Returns the split for a way that does little in Python for a range."""
         return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:
-        """Least bytes of a layer range that is saved during the forward."""
+        """Least bytes of a layer range that is saved while later layers are computed."""
         return self.early_ranges * self.range_bytes
 
     def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:
@@ -80,12 +80,12 @@ class Values:
     keys: of the store.
     starts: the first bytes of the values, `block.start_of` their headers.
     sizes: bytes, headers included.
-    numbers: those of their blocks in the prompt.
+    numbers: the numbers of their blocks in the prompt.
     parts: the layers and heads that they hold.
     block_ids: the engine blocks that hold their blocks' tokens.
     num_cells: tokens of their blocks as block copies see them.
-    num_counted: tokens of the block for the first of its values on this rank, 0 for the others: so
-      that a sum over values counts each block once.
+    num_counted: tokens of the block for the first of its values on this rank, 0 for the block's
+      other values: so a sum over values counts each block once.
     """
 
     keys: Sequence[BlockKey]
@@ -124,7 +124,7 @@ class Values:
 class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
 
-    keys, tables: not changed any more by anybody.
+    keys, tables: nobody may change them any more.
     """
 
     layout: Layout
@@ -135,13 +135,13 @@ class PromptBlocks:
 
     @property
     def _per_block(self) -> int:
-        """Engine blocks of a block."""
+        """The number of engine blocks of a stored block."""
         return self.layout.block_tokens // self.layout.engine_block_tokens
 
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
         """Returns the values of some blocks; of one layer range, or of all layers.
 
-        Those are left out whose engine blocks are not all there.
+        A value is left out if a window has given back one of its engine blocks.
         """
         with self._making:  # the workers of a job share them
             values = self._of_layers(layer_range)
@@ -149,10 +149,10 @@ class PromptBlocks:
         return values[first:stop]
 
     def usable_end(self, end: int, first_token: int) -> int:
-        """Returns how many of the first `end` tokens an engine can go on from.
+        """Returns how many of the first `end` tokens an engine can compute on after.
 
-        It can from all of the prompt, from `first_token`, and from the end of a block before which
-        no window lacks an engine block.
+        It can compute on after the whole prompt, after `first_token` tokens, and after a block
+        before which no window lacks an engine block.
         """
         if end == self.keys.num_tokens:
             return end
@@ -232,7 +232,7 @@ class PromptBlocks:
 def bytes_of(
     layout: Layout, keys: PromptKeys, first_block: int, layer_range: int | None = None
 ) -> int:
-    """Payload bytes of the blocks from `first_block` on, without making their values."""
+    """Returns the payload bytes of the blocks from `first_block` on, without making values."""
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
     return sum(
         layout.payload_bytes(part, num_tokens)

@@ -1,7 +1,8 @@
 """pdstore as a storage backend of SGLang's HiCache.
 
-SGLang finds it by `--hicache-storage-backend dynamic`, with this package as `module_path` and
-PDStoreHiCache as `class_name` in `--hicache-storage-backend-extra-config`.
+SGLang loads it with `--hicache-storage-backend dynamic`. For that,
+`--hicache-storage-backend-extra-config` names this package as `module_path` and PDStoreHiCache as
+`class_name`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PDStoreHiCache: maps the hooks of SGLang's HiCacheStorage to a PagePool."""
+"""PDStoreHiCache: passes the calls of SGLang's hooks (HiCacheStorage) to a PagePool."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _KV = "kv"
 class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     """Keeps the pages of SGLang's host pool in a pdstore pool.
 
-    SGLang makes one in each rank. Its prefetch and backup threads call the hooks, which block; an
-    exception that left one would end that thread, so that it is logged and counts as a miss.
+    SGLang makes one PDStoreHiCache in each rank. SGLang's prefetch and backup threads call the
+    hooks, which block. An exception that left a hook would end the calling thread: so each hook
+    catches it, logs it and counts a miss.
 
     Without PD_TRANSFER_VIA_STORAGE=1 nothing is stored and nothing is found.
-    Raises ConfigError from the constructor and from the `register` methods for a server that it
-    cannot serve.
+    Raises ConfigError from the constructor and from the `register` methods for a server whose
+    configuration pdstore does not support.
 
     storage_config: a HiCacheStorageConfig; its `extra_config` may hold settings.
-    kwargs: SGLang's; not used.
+    kwargs: SGLang passes them; they are not used.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -64,11 +65,11 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         warn_of_haste(self._settings, self._args)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the pool on SGLang's allocated host pool."""
+        """Opens the pdstore pool over SGLang's host pool, which is allocated by now."""
         super().register_mem_pool_host(mem_pool_host)
         if not self._settings.pd_transfer_via_storage:
             return
-        for entry in getattr(mem_pool_host, "entries", ()):  # a group, also of a single pool
+        for entry in getattr(mem_pool_host, "entries", ()):  # a group, also around one pool
             self._refuse_hybrid(entry.name)
             mem_pool_host = entry.host_pool
         served = served_model(self._settings, self._args, mem_pool_host.dtype)
@@ -77,15 +78,15 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pool = PagePool(self._settings, pages, served.weights, self.metrics, rank)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Takes the pool that `register_mem_pool_host` got; refuses any beside it."""
+        """Accepts the KV pool, which `register_mem_pool_host` got; refuses any other pool."""
         if self._settings.pd_transfer_via_storage:
             self._refuse_hybrid(host_pool_name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Returns how many of the first pages are stored, or about to be.
+        """Returns how many leading pages are stored, or will be soon.
 
-        A D waits until the first of the missing pages comes, and then counts the others too:
-        `batch_get_v1` waits for them.
+        D waits until the first missing page is stored. Then it counts the rest of the pages as
+        well, because `batch_get_v1` waits for them.
         """
         pool = self._pool
         return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
@@ -93,9 +94,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Loads pages into the host pool; returns True for each that is there.
+        """Loads pages into the host pool; returns True for each page that was loaded.
 
-        SGLang computes what is behind the first page that is not there.
+        SGLang computes the prompt from the first page on that was not loaded.
         """
         pool = self._pool
         done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices))
@@ -104,9 +105,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        """Stores pages of the host pool; returns True for each that is stored.
+        """Stores pages of the host pool; returns True for each page that is stored.
 
-        Pages that this instance does not save are True too, or SGLang would warn of each.
+        An instance that does not save returns True for every page: SGLang warns of each False.
         """
         pool = self._pool if self._saves else None
         done = len(keys) if pool is None else self._guarded(lambda: pool.save(keys, host_indices))
@@ -116,12 +117,12 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Returns None, as `batch_get` does for each page."""
+        """Returns None, a miss: see `batch_get`."""
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Returns a miss for each page: SGLang asks so for a draft model's, which are not kept."""
+        """Returns misses: SGLang calls this only for a draft model's pages, which are not kept."""
         return [None] * len(keys)
 
     def set(
@@ -136,17 +137,17 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Keeps nothing: only a draft model's pages come this way."""
+        """Stores nothing: SGLang calls this only for a draft model's pages."""
         return False
 
     def clear(self) -> None:
-        """Forgets what the pool has of this namespace; other namespaces keep theirs."""
+        """Forgets all values of this namespace; the values of other namespaces stay."""
         pool = self._pool
         if pool is not None:
             self._guarded(lambda: int(pool.clear()))
 
     def close(self) -> None:
-        """Ends running jobs and the connections; SGLang calls it at detach. Twice is fine."""
+        """Ends jobs and connections when SGLang detaches the backend. May be called twice."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -160,7 +161,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def _guarded(self, hook: Callable[[], int]) -> int:
-        """Returns the number of pages that `hook` returns; 0, counted as a fault, if it raises."""
+        """Returns the number of pages that `hook` returns; 0, and a miss, if it raises."""
         done = call_or(hook, None)
         if done is None:
             self.metrics.miss(Reason.FAULT)

@@ -1,4 +1,4 @@
-"""PageWait: waits, within bounds, for pages of a prompt that P still stores."""
+"""PageWait: waits, for a limited time, for pages of a prompt that P is still storing."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from pdstore.store.watch import Pace
 
 @dataclass(eq=False)
 class PageWait:
-    """Waits until a prompt's pages are stored, or until the first of those that are missing comes.
+    """Waits until all pages of a prompt are stored, or until the first missing page is.
 
-    SGLang asks for a prompt's pages once, on one thread for all requests, while P's last pages are
-    still on their way. It passes no hand-off that would say whether P stores them at all. A page
-    that appears meanwhile says so: P stores a prompt's pages in one go. Then the rest is expected,
-    and a load follows it.
+    SGLang asks for a prompt's pages once, on one thread for all requests, while P may still be
+    storing the last of them. SGLang passes no hand-off that says whether P stores the prompt at
+    all. But P stores all pages of a prompt one after another: a page that appears during the wait
+    shows that the other pages are coming. They are then expected, and a load follows them.
 
-    So a wait has three bounds: a time without a new page, the time of a whole wait with its load,
-    and a number of waits in a row in which nothing came. After those no prompt is waited for during
-    a rest.
+    Three limits keep waits short: the time without a new page, the time of a whole wait with its
+    load, and the number of waits in a row in which no page came. When that number is reached, a
+    rest begins: a time in which no prompt is waited for.
 
-    `wait_for_pages` is for one thread at a time, `arrivals` for one beside it; `close` may come
-    from any.
+    One thread may call `wait_for_pages`, and another one `arrivals`; any thread may call `close`.
 
-    settings: PDSTORE_HANDOFF_WAIT_S ends a wait and the load of its batch.
+    settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait and the load of its batch.
     stall_s: seconds without a new page that end a wait or a load.
-    batch_pages: the most that SGLang asks for at once. Expected pages that are so many have
-      probably more of their prompt behind them, in the next batch.
-    most_vain: waits in a row without any page, before the rest.
-    rest_s: seconds of the rest, which a prompt that is stored whole ends early.
+    batch_pages: the most pages that SGLang asks for at once. A batch of that many pages is probably
+      followed by another batch of the same prompt.
+    most_vain: after so many waits in a row without a new page, the rest begins.
+    rest_s: seconds of the rest. A prompt whose pages are all stored ends it early.
     clock: monotonic seconds.
     """
 
@@ -54,15 +53,15 @@ class PageWait:
     def __post_init__(self) -> None:
         self._num_vain = 0
         self._rest_until = self.clock()
-        self._before: list[bytes] = []  # the batch that was expected last, if it was a full one
-        self._expected: dict[bytes, float] = {}  # until when, by a batch's first page
+        self._before: list[bytes] = []  # pages of the last expected batch, if that was full
+        self._expected: dict[bytes, float] = {}  # a batch's first page: its deadline
         self._queue = LookupQueue(partial(find, self.store), self.stall_s)
         self._closed = threading.Event()
 
     def wait_for_pages(self, keys: PromptKeys) -> bool:
-        """Waits for the pages of a batch. True if they are expected, though not all are stored.
+        """Waits for the pages of a batch. Returns True if some are still missing, but expected.
 
-        False when all are stored, when none comes, or when the store errs.
+        Returns False if all pages are stored, if no page comes, or if the store fails.
         keys: of at least one page.
         """
         before, self._before = self._before, []
@@ -77,32 +76,33 @@ class PageWait:
         return is_expected
 
     def arrivals(self, keys: PromptKeys) -> Iterator[int] | None:
-        """Returns what yields how many of the first pages are stored, whenever that is more.
+        """Returns an iterator over the number of leading pages that are stored, as it grows.
 
-        None if the pages are not expected.
+        Returns None if the pages are not expected.
         keys: a batch that `wait_for_pages` was given, or its first pages.
         """
         until = self._expected.get(keys.hash_of(0), 0.0)
         return self._follow(keys, 0, until) if until > self.clock() else None
 
     def close(self) -> None:
-        """Ends what is under way. Twice is fine."""
+        """Ends running waits. A second call does nothing."""
         self._closed.set()
         self._queue.close()
 
     def _match(self, keys: PromptKeys) -> Match:
-        """Returns the match of the pool as it is now; a store that takes too long has none."""
+        """Matches the pages that are stored now. A store that takes too long counts as a miss."""
         if self._queue.is_stuck:
             return Match.miss(keys, Reason.STORE_SLOW)
         lookup = Lookup(keys, None, self.stall_s, lambda found: None)
         self._queue.add(lookup)
-        return lookup.wait(2 * self.stall_s)  # it ends by itself before that
+        return lookup.wait(2 * self.stall_s)  # the lookup ends by itself before that
 
     def _follow(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
-        """Yields how many of the first pages are stored, whenever that is more than before.
+        """Yields the number of leading pages that are stored, each time that it has grown.
 
-        Ends when all are, when no more has come for a stall, at `until`, or when the store errs.
-        Looks once even when `until` is over. The caller's time between two numbers does not count.
+        Ends when all pages are stored, when no new page has come for `stall_s`, at `until`, or when
+        the store fails. Looks once even if `until` has passed. The time that the caller spends
+        between two numbers does not count towards `stall_s`.
         """
         pace = Pace()
         stall_end = self.clock() + self.stall_s
@@ -121,13 +121,13 @@ class PageWait:
             self._closed.wait(min(left_s, pause_s))
 
     def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
-        """Follows a batch until a page of it comes; True if more of them are expected.
+        """Waits until a page of a batch comes. Returns True if more of its pages are expected.
 
-        before: pages that are expected already, and stored before those of the batch.
+        before: the expected pages of the batch before, which P stores before those of this batch.
         """
         names = [keys.hash_of(n) for n in range(len(keys))]
         if not set(before).isdisjoint(names):
-            before = []  # another request's
+            before = []  # of another request
         both = PromptKeys.named(keys.namespace, [*before, *names])
         num_known = len(before) + num_found
         counts = self._follow(both, 0 if before else num_found, until)
@@ -142,7 +142,7 @@ class PageWait:
         return True
 
     def _end_wait(self, *, came: bool) -> None:
-        """Counts the waits in vain, and begins or ends the rest."""
+        """Counts waits in a row without a new page, and begins or ends the rest."""
         self._num_vain = 0 if came else self._num_vain + 1
         rest_s = self.rest_s if self._num_vain >= self.most_vain else 0.0
         self._rest_until = self.clock() + rest_s

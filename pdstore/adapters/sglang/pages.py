@@ -1,6 +1,6 @@
-"""PagePool: SGLang's host pool as pdstore copies it, and its pages found, loaded and saved.
+"""PagePool: finds, loads and saves the pages of SGLang's host pool; HostPages describes them.
 
-The settings, and the model's dtype, weights and shape, come from SGLang's own arguments.
+The other functions read the settings, and the model's dtype, weights and shape, from SGLang.
 """
 
 # Decision: docs/decisions/034-sglang-pages.md
@@ -39,12 +39,12 @@ _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 class ServedModel(NamedTuple):
-    """The part of a namespace that the host pool cannot tell.
+    """The fields of a namespace that cannot be read from the host pool.
 
     dtype: torch's name of the KV cache's element type.
     weights: the weights' revision.
     rope: as `Layout` takes it.
-    quantization: how weights and KV are scaled; None if both are as the checkpoint has them.
+    quantization: SGLang's arguments about quantization and KV scales; None if none of them is set.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class ServedModel(NamedTuple):
 def settings_of(extra_config: Mapping[str, Any]) -> Settings:
     """Returns the settings; `--hicache-storage-backend-extra-config` wins over the environment.
 
-    A key of it is a setting in lower case without PDSTORE_, or one that SGLang itself reads.
+    Each key of that option is a setting in lower case without PDSTORE_, or SGLang's own option.
     Raises ConfigError.
     """
     return read_engine_settings(
@@ -88,7 +88,7 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
 
 
 def warn_of_haste(settings: Settings, args: Any) -> None:
-    """Warns of a D that SGLang lets compute before P's pages are there."""
+    """Warns if SGLang's prefetch policy lets D compute before P's pages have come."""
     policy = args.hicache_storage_prefetch_policy
     if settings.role == "decode" and policy != "wait_complete":
         log.warning(
@@ -100,7 +100,7 @@ def warn_of_haste(settings: Settings, args: Any) -> None:
 
 
 def server_arguments() -> Any:
-    """Returns the ServerArgs of this process. Raises ConfigError where SGLang does not tell."""
+    """Returns the ServerArgs of this process. Raises ConfigError if it has none."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -115,10 +115,10 @@ def server_arguments() -> Any:
 
 
 def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> ServedModel:
-    """Returns the model's part of the namespace. Raises ConfigError where the user must name it.
+    """Returns the model's part of the namespace. Raises ConfigError for what the user must set.
 
     args: SGLang's ServerArgs.
-    stored_as: the host pool's dtype; fp8 of any kind is uint8 there.
+    stored_as: the host pool's dtype, which is uint8 for every kind of fp8.
     """
     dtype = str(stored_as).removeprefix("torch.")
     if stored_as == torch.uint8:
@@ -129,7 +129,7 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
             f" {' or '.join(_FP8)}, so that instances do not take one for the other; pdstore"
             " supports no other packed KV"
         )
-    directory = find_checkpoint(args.model_path, args.revision)  # of a hub's name, its snapshot
+    directory = find_checkpoint(args.model_path, args.revision)  # for a hub's name: its snapshot
     if directory is None:
         raise ConfigError(
             f"the checkpoint {args.model_path} is neither a directory nor in the hub's cache, so"
@@ -161,7 +161,7 @@ def _rope(directory: Path, args: Any) -> str:
     return shaping(fields, max_model_len=args.context_length or text.get("max_position_embeddings"))
 
 
-_LONGEST_S = 3600.0  # a lookup and a job end by themselves, at their own deadlines
+_LONGEST_S = 3600.0  # lookups and jobs end before, at their own deadlines
 _ROUTER_DUTY = "ask that instance for each prompt first"
 _MHA, _MLA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost"
 _LAYOUTS = {
@@ -174,11 +174,12 @@ _LAYOUTS = {
 class HostPages:
     """The pages of one rank's host pool.
 
-    A page is stored as it lies in the pool: the bytes of K, then those of V; of MLA, the latents.
-    So each half of it is one copy, except in the layout `layer_first`, where each layer is one.
+    A page is stored as it lies in the host pool: the bytes of K, then the bytes of V; for MLA only
+    the latents. So K takes one copy and V another; in the layout `layer_first`, each layer of K and
+    of V takes one.
 
-    model: what must be equal on P and D, for the namespace.
-    copied: the same pages as `KVPool` copies them: bytes, each contiguous piece as a layer.
+    model: the layout for the namespace, which must be equal on P and D.
+    copied: the layout for `KVPool`, which copies pages as bytes: a contiguous piece is a layer.
     caches: a tensor for each piece, [pages, tokens, 1, bytes of a token]; views of the host pool.
     """
 
@@ -188,7 +189,7 @@ class HostPages:
 
     @classmethod
     def of_host_pool(cls, pool: Any, served: ServedModel, tp_rank: int, tp_size: int) -> HostPages:
-        """Returns the pages of SGLang's host pool. Raises ConfigError for one of another kind."""
+        """Returns the pages of SGLang's host pool. Raises ConfigError for an unsupported pool."""
         kind = type(pool).__name__
         if pool.layout not in _LAYOUTS.get(kind, ()):
             raise ConfigError(
@@ -196,7 +197,7 @@ class HostPages:
                 f" SGLang {VERSIONS} it serves full attention and MLA, and for"
                 f" --hicache-mem-layout {', '.join(_LAYOUTS[_MHA])}"
             )
-        if kind == _MLA:  # every rank has all of it, and one of them saves
+        if kind == _MLA:  # every rank has all latents; one rank saves them
             tp_rank, tp_size = 0, 1
             layer = LayerSpec(1, pool.kv_cache_dim, value_dim=0, kind="mla")
         else:
@@ -227,7 +228,7 @@ class HostPages:
         return cls(model, layout("uint8", [piece] * len(caches)), caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
-        """Returns the numbers of pages from SGLang's indices of their tokens, page by page.
+        """Returns the pages' numbers. host_indices: SGLang's indices of their tokens, page by page.
 
         Raises LayoutError for tokens that are not `num_pages` whole pages.
         """
@@ -240,14 +241,15 @@ class HostPages:
 
 
 class PagePool:
-    """Both halves of pdstore over one store, for one rank's host pool. Any thread may call it.
+    """Finds, loads and saves the pages of one rank's host pool. Any thread may call it.
 
-    Every call blocks until its pages are there, are stored, or its deadline is over. Pages go by
-    SGLang's own hashes of them, and by its indices of their tokens in the host pool, page by page.
+    It holds a PrefixCacheManager and a KVPool over one store. Every call blocks until its work is
+    done or its deadline has passed. Callers name pages by SGLang's hashes, and say where they lie
+    by SGLang's indices of their tokens in the host pool, page by page.
 
-    status_url: the address of the page about this rank; None without PDSTORE_STATUS_PORT.
+    status_url: the URL of this rank's status page; None without PDSTORE_STATUS_PORT.
     weights: the weights' revision.
-    rank: of this process among those that share one environment.
+    rank: the number of this process among the processes that share one environment.
     Raises ConfigError, LayoutError or StoreError as `KVPool` does.
     """
 
@@ -256,7 +258,7 @@ class PagePool:
     ) -> None:
         self._pages = pages
         namespace = pages.model.namespace(settings, weights=weights)
-        # a rank asks for its own shard; SGLang takes the fewest pages that any of them found
+        # a rank looks up its own shard; SGLang takes the smallest count of all ranks
         self.namespace = replace(namespace, parts=pages.copied.owned_parts)
         with contextlib.ExitStack() as undo:
             store = connect_store(settings, metrics)
@@ -280,10 +282,10 @@ class PagePool:
             self._resources = undo.pop_all()
 
     def num_stored(self, hashes: Sequence[str]) -> int:
-        """Returns how many of the first pages are stored.
+        """Returns how many leading pages are stored.
 
-        With PDSTORE_ROLE=decode it waits for those that P is still storing, as `PageWait` does, and
-        counts those that are expected.
+        With PDSTORE_ROLE=decode it waits for pages that P is still storing (see `PageWait`), and
+        counts pages that are expected to come.
         """
         keys = self._keys(hashes)
         if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
@@ -291,9 +293,9 @@ class PagePool:
         return len(self._cache.lookup(keys).wait(_LONGEST_S).keys)
 
     def load(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
-        """Loads stored pages into the host pool; returns how many of the first are there.
+        """Loads stored pages into the host pool; returns how many leading pages were loaded.
 
-        Pages that are expected are loaded as they come.
+        Expected pages are loaded as they come.
         """
         numbers = self._pages.numbers(host_indices, len(hashes))
         keys = self._keys(hashes)
@@ -306,29 +308,29 @@ class PagePool:
         return done
 
     def save(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
-        """Stores pages of the host pool; returns how many of the first can be loaded now."""
+        """Stores pages of the host pool; returns how many leading pages can be loaded now."""
         numbers = self._pages.numbers(host_indices, len(hashes))
         return self._num_pages(self._pool.save(self._keys(hashes), numbers))
 
     def clear(self) -> bool:
-        """Forgets all that the store has of this namespace; False if the store errs."""
+        """Forgets all values of this namespace; returns False if the store fails."""
         return self._cache.clear()
 
     def close(self) -> None:
-        """Ends running jobs and the connections. Twice is fine."""
+        """Ends running jobs and closes the connections. A second call does nothing."""
         self._resources.close()
 
     def _stored(self, keys: PromptKeys) -> Iterator[int]:
-        """Yields how many of the first pages can be loaded, each time that more can."""
+        """Yields how many leading pages can be loaded, each time that this number grows."""
         arrivals = self._wait.arrivals(keys) if self._wait is not None and len(keys) else None
         if arrivals is None:
             yield len(keys)
         else:
             yield from arrivals
-            self._cache.lookup(keys)  # counts what came and what did not; nobody waits for it
+            self._cache.lookup(keys)  # counts hits and misses; its answer is not awaited
 
     def _keys(self, hashes: Sequence[str]) -> PromptKeys:
-        """Returns the names of pages, from SGLang's own hash of each page and all before it."""
+        """Returns the keys of pages. hashes: SGLang's, each of a page and all pages before it."""
         digest = self.namespace.digest
         names = [hashlib.sha256(digest + each.encode()).digest()[:HASH_BYTES] for each in hashes]
         return PromptKeys.named(self.namespace, names)

@@ -1,4 +1,4 @@
-"""PDStoreConnector: maps the hooks of vLLM's KVConnectorBase_V1 to the two sides."""
+"""PDStoreConnector: passes vLLM's hooks (KVConnectorBase_V1) to its scheduler or worker side."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ R = TypeVar("R")
 
 
 def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook of the connector return `instead()` where it fails.
+    """Decorates a hook of the connector: if the hook raises, it returns `instead()`.
 
-    The exception is logged and counts as a miss: one that left a hook would end the engine.
+    The exception is logged and counts as a miss. If it left the hook, it would end the engine.
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
@@ -49,10 +49,10 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
 class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """Hands KV over from prefill to decode instances through a pool.
 
-    vLLM makes one in its scheduler and one in each worker. Loads are asynchronous. Saves hold
-    references to their blocks and delay no step.
+    vLLM makes one connector in its scheduler and one in each worker. Loads are asynchronous. Saves
+    hold references to their blocks, so that no step waits for a save.
     Raises ConfigError from the constructor and from `register_kv_caches` for a configuration that
-    it cannot serve.
+    pdstore does not support.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -62,7 +62,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         settings = describe.settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
-        self._handled: BaseException | None = None  # by the caller of the current step
+        self._handled: BaseException | None = None  # what vLLM was handling as the step began
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
@@ -88,13 +88,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             )
 
     def count_fault(self, hook: str) -> None:
-        """Logs the exception that is handled, and counts a miss."""
+        """Logs the exception that is being handled, and counts a miss."""
         log.exception("pdstore failed in %s; the engine continues", hook)
         self.metrics.miss(Reason.FAULT)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: saves hold references, so preempted blocks are still delivered."""
+        """False: a save holds references, so it still reads the blocks of a preempted request."""
         return False
 
     @property
@@ -145,7 +145,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.scheduler.add_loads(metadata)
         try:
             self.scheduler.add_saves(metadata, scheduler_output)
-        except Exception:  # a fault costs the saves alone: vLLM waits for the loads
+        except Exception:  # a fault must cost only the saves: vLLM waits for the loads
             self.count_fault("build_connector_meta")
         return metadata
 
@@ -193,7 +193,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> RankLayout | None:
-        return self.worker.handshake()  # vLLM asks when its start is through
+        return self.worker.handshake()  # vLLM asks at the end of its start
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._end_left_open()
@@ -202,9 +202,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def _end_left_open(self) -> None:
-        """Saves what the last step computed, if the runner has not ended that one.
+        """Saves what the last step computed, if vLLM's runner has not ended that step.
 
-        Where tokens are drafted, vLLM ends steps on the last pipeline stage alone.
+        With speculative decoding, vLLM ends a step only on the last pipeline stage.
         """
         self.worker.open_saves.end_step()
 
@@ -224,7 +224,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
-        # a runner calls it in a `finally`: then an exception of the forward is under way
+        # vLLM's runner calls it in a `finally`, also after the forward pass has raised
         if sys.exc_info()[1] is self._handled:
             self.worker.open_saves.end_step()
         else:
@@ -236,7 +236,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded, failed = self._end_loads(finished_req_ids)
         if not self.worker.fails_whole:
-            failed = set()  # vLLM goes on behind the blocks that were loaded
+            failed = set()  # vLLM computes on after the blocks that were loaded
         return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @degrades(lambda: (set(), set()))

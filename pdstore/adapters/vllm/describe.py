@@ -1,4 +1,4 @@
-"""vLLM's configuration, KV cache and requests as pdstore's settings, layout, weights and keys."""
+"""Turns vLLM's configuration, KV cache and requests into settings, layouts, revisions and keys."""
 
 # Decision: docs/decisions/033-vllm-namespace.md
 from __future__ import annotations
@@ -69,10 +69,10 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def hashes_items(vllm_config: Any) -> bool:
-    """True if vLLM names images, sounds and videos by their content; logs where it does not.
+    """Returns True if vLLM names images, sounds and videos by their content; else logs a warning.
 
-    With both caches that need such names off, vLLM numbers the items from 1 in each process: two
-    images could have the same name.
+    Two of vLLM's caches need such names. With both caches off, vLLM numbers the items from 1 in
+    each process, so two different images could have the same name.
     """
     options = getattr(vllm_config.model_config, "multimodal_config", None)
     if options is None or vllm_config.cache_config.enable_prefix_caching:
@@ -96,7 +96,7 @@ def layout_of(
 
     kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; older versions leave the
       heads out for MLA. They are viewed as [blocks, tokens, local KV heads, K and V channels].
-    Every stage of a pipeline calls it at the same time: they tell each other their layers.
+    All stages of a pipeline call it at the same time, and tell each other their layers.
     Raises LayoutError for layers or sharding that are not supported.
     """
     tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -138,10 +138,10 @@ def _view_of(name: str, cache: Any) -> torch.Tensor:
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
-    """The layers that are complete as soon as the model has computed them; none if unsure.
+    """Returns the layers that are complete once the model has computed them; none if unsure.
 
-    With microbatches a layer is computed once for each of them, and a draft model's layers once for
-    each token that it drafts: such layers are complete only at the end of a step.
+    vLLM computes a layer once for each microbatch, and a draft model's layer once for each drafted
+    token. With microbatches or drafts, layers are complete only at the end of a step.
     """
     parallel = vllm_config.parallel_config
     splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
@@ -151,7 +151,7 @@ def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Se
 def revision_of(settings: Settings, vllm_config: Any) -> str:
     """The revision of the model's weights, and of its draft model's if that is another checkpoint.
 
-    Raises ConfigError where the user must name it.
+    Raises ConfigError if no revision is found and the user must set it.
     """
     model = vllm_config.model_config
     load_format = vllm_config.load_config.load_format
@@ -177,8 +177,8 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
 def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
     """Returns the model's layers in the layout's order, and their stages if there are several.
 
-    The ranks of a pipeline call it at the same time, and tell each other what `own` returns.
-    Raises LayoutError on all of them if `own` does on one: else the others would wait for it.
+    All ranks of a pipeline call it at the same time, and tell each other what `own` returns. If
+    `own` raises LayoutError on one rank, every rank raises it: else others would wait for that one.
     """
     ranks = parallel_state.get_pp_group()
     if ranks.world_size == 1:
@@ -195,16 +195,16 @@ def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
 def joined(told: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
     """Returns the layers of all stages, in the order in which one rank would have them.
 
-    told: the layers of each stage, by block table; or why it cannot be served.
-    stage: this rank's.
-    Raises LayoutError for the first stage that cannot be served.
+    told: for each stage, its layers by block table, or why the stage is not supported.
+    stage: the stage of this rank.
+    Raises LayoutError for the first stage that is not supported.
     """
     layers: list[tuple[str, LayerSpec, int]] = []
     for number, each in enumerate(told):
         if isinstance(each, str):
             raise LayoutError(f"pipeline stage {number}: {each}")
         layers += [(name, spec, number) for name, spec in each.items()]
-    layers.sort(key=lambda each: each[1].table)  # stable: a table's layers stay in order
+    layers.sort(key=lambda each: each[1].table)  # stable: layers of one table keep their order
     stages = tuple(number for _, _, number in layers)
     return {name: spec for name, spec, _ in layers}, Pipeline(stages, stage)
 
@@ -225,7 +225,8 @@ def _own_layers(
             spec = by_layer.get(name, group.kv_cache_spec)
             layers[name] = _layer_spec(name, spec, kv_caches[name], tp_size, table)
     has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
-    if has_copies and any(spec.kind != "mla" for spec in layers.values()):  # MLA's are every rank's
+    # each rank holds an MLA layer whole, whatever the number of heads
+    if has_copies and any(spec.kind != "mla" for spec in layers.values()):
         raise LayoutError(
             "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
             " tensor-parallel size"
@@ -234,11 +235,11 @@ def _own_layers(
 
 
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
-    """All of the configuration that changes KV, and the order of the layers, in canonical form.
+    """Returns the configuration that changes KV, and the layers' order, in canonical form.
 
-    The instance's options for images, sounds and videos are a part of it where there are any:
-    vLLM's hash of one leaves them out. Those of a request are in that hash, and a device is no
-    property of what it computes.
+    The instance's options for processing images, sounds and videos are included, because vLLM's
+    hash of such an item leaves them out. Options of a single request are in that hash already. The
+    option `device` is left out: it does not change the KV.
     """
     model = vllm_config.model_config
     fields = {name: getattr(model.hf_text_config, name, None) for name in SHAPING}
@@ -250,7 +251,7 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
 
 
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    """A layer's shape. Raises LayoutError if its blocks hold more than causal KV of tokens."""
+    """Returns a layer's shape. Raises LayoutError if its blocks hold anything but causal KV."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
     if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
@@ -277,7 +278,7 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
 
 
 def _page(vllm_config: Any, layer: str) -> str:
-    """The CPU backend's page format: it depends on the instruction set that its kernels use."""
+    """Returns the page format of vLLM's CPU backend: its kernels' instruction set decides it."""
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     isa = getattr(module, "isa", None)
     if isa is None:
@@ -289,17 +290,18 @@ def _page(vllm_config: Any, layer: str) -> str:
 def keys_of(
     request: Any, cache: PrefixCacheManager, hashes_items: bool = True
 ) -> PromptKeys | None:
-    """The keys of a request's prompt; they cover everything that its KV depends on.
+    """Returns the keys of a request's prompt; they cover everything that its KV depends on.
 
-    None if no key can name its KV, which depends on more than tokens or may not be shared. A LoRA
-    adapter that was loaded in place of another one has no identity that a key could hold. One whose
-    files cannot be read has none either, after a warning.
+    Returns None if no key can name the request's KV: because the KV depends on more than the
+    prompt's tokens, or because it may not be shared. No key can name the KV of a LoRA adapter that
+    was loaded in place of another adapter, nor that of a LoRA adapter whose files cannot be read,
+    of which a warning tells.
 
-    hashes_items: vLLM names images, sounds and videos by their content (`describe.hashes_items`).
+    hashes_items: True if vLLM names images, sounds and videos by their content.
     """
     features, lora = getattr(request, "mm_features", None) or (), request.lora_request
-    # Blocks may be the backend's packed pages. The last one may contain what an earlier request
-    # left behind its end, so a request with a salt must not share pages.
+    # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
+    # earlier request behind the prompt's end, so a request with a salt must not share pages.
     has_pages = cache.namespace.fields["page"] is not None
     if (
         request.prompt_token_ids is None
@@ -332,7 +334,7 @@ def keys_of(
 
 @functools.lru_cache(maxsize=256)
 def _lora_digest(number: int, path: str) -> bytes | None:
-    """A digest of an adapter's files as of its first request, when vLLM has just loaded them."""
+    """Digests a LoRA adapter's files at its first request, when vLLM has just loaded them."""
     try:
         weights = weights_revision(path, Settings.model_construct(weights=None))
         config = (Path(path) / "adapter_config.json").read_bytes()

@@ -1,7 +1,8 @@
 """Messages between the connector's scheduler side and its worker side.
 
 vLLM pickles them between the processes of one instance; they are never stored or sent further.
-Block ids travel as arrays of int64, -1 where a window has moved on; `KVPool` keeps these arrays.
+Block ids travel as arrays of int64; -1 stands for a block that a sliding window has left behind.
+`KVPool` keeps references to the arrays: do not change them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pdstore.format.keys import Namespace
 from pdstore.format.layout import NO_BLOCK
 
 NULL_BLOCK = 0
-"""vLLM's id where a request holds no block, because its window has moved past the tokens."""
+"""vLLM's block id for a place without a block, because the window has moved past its tokens."""
 
 Tables = list["array[int]"]
 """Block ids of a request from its first token on: an array for each KV group."""
@@ -42,8 +43,8 @@ def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
 class LoadSpec:
     """One load into the blocks of `block_ids`.
 
-    plan: None for a load that can only be reported as failed, for all of its blocks.
-    number: a load has none.
+    plan: None for a load that loads nothing, and is reported as failed for all of its blocks.
+    number: None; only saves have numbers.
     """
 
     request_id: str
@@ -81,8 +82,8 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The outcome of work that ended since the last step, from a worker to the scheduler side.
 
-    released: by the number of a save, how many ranks no longer need its blocks.
-    ended: every load and save that has ended, of each rank.
+    released: for each save's number, how many ranks no longer need the save's blocks.
+    ended: the end of each load and save, one for each rank.
     """
 
     released: Counter[int] = field(default_factory=Counter)

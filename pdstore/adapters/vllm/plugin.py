@@ -12,7 +12,7 @@ from pdstore.errors import ConfigError
 from pdstore.settings import read_engine_settings, read_settings
 from pdstore.store.connect import check_store
 
-log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: its handlers print it
+log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger, whose handlers print it
 
 NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
@@ -21,9 +21,10 @@ _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer
 
 
 def register() -> None:
-    """Registers the connector and enables PD_TRANSFER_VIA_STORAGE; idempotent.
+    """Registers the connector and makes vLLM obey PD_TRANSFER_VIA_STORAGE; may be called again.
 
-    Logs what goes wrong; with the switch on and PDSTORE_REQUIRE_STORE=1 raises it: no start then.
+    An error is logged. But if the switch is on and PDSTORE_REQUIRE_STORE is 1, the error is raised,
+    and vLLM does not start.
     """
     try:
         _register()
@@ -56,9 +57,9 @@ def _register() -> None:
 
 
 def log_where_vllm_logs() -> None:
-    """Prints pdstore's own lines with vLLM's handlers, unless the user has set up handlers.
+    """Lets vLLM's handlers print pdstore's log lines, unless the user has set up handlers.
 
-    Some versions of vLLM set theirs up after they have loaded plugins, so connectors call it too.
+    Some versions of vLLM set handlers up after they have loaded plugins: connectors call it again.
     """
     ours, theirs = logging.getLogger("pdstore"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
@@ -70,7 +71,7 @@ def log_where_vllm_logs() -> None:
 def _with_switch(create_engine_config: Any) -> Any:
     """Wraps vLLM's function: PD_TRANSFER_VIA_STORAGE=1 sets the connector if none is configured.
 
-    Settings that cannot be used end the start here, before a model is loaded.
+    Settings that cannot be used raise an error here, before vLLM loads a model.
     """
 
     @functools.wraps(create_engine_config)

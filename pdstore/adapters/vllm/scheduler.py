@@ -1,7 +1,7 @@
 """PDStoreConnectorScheduler: the connector's scheduler side, on PrefixCacheManager.
 
-A lookup is started in one step and polled in later ones; a step waits a moment for first answers.
-The workers get their loads and saves with the metadata of a step.
+A lookup starts in one step of vLLM and is polled in later steps; a step waits a moment for the
+first answers. The workers get their loads and saves in the metadata of a step.
 """
 
 # Decision: docs/decisions/031-vllm-block-references.md, docs/decisions/032-vllm-failed-loads.md
@@ -44,17 +44,19 @@ _PATIENCE_S = 0.001
 class PDStoreConnectorScheduler:
     """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
 
-    Until `set_layouts` gets the workers' layouts, all misses and nothing is saved.
+    Until `set_layouts` gets the workers' layouts, every prompt misses and nothing is saved.
 
-    may_follow: load a hand-off while P is still saving it. Without it, D waits until P is done: for
-      engines in which a load that brings too little fails its request.
-    number: of this instance among the data-parallel ones that are started together.
+    may_follow: True to load a hand-off while P is still saving it. False makes D wait until P is
+      done; use it if vLLM fails a request whose load brings too little.
+    number: this instance's number among the data-parallel instances that start together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
-    patience_s: time for the first answers of all lookups of one step. A near store answers in a
-      fraction of a millisecond, and else a request waits for the next step, which may be long.
+    patience_s: the time that a step waits for the first answers of all its lookups. A store on this
+      host answers in a fraction of a millisecond. Without an answer, a request waits for the next
+      step, and steps may be long.
 
-    saves: vLLM's BlockPool, whose reference counts hold the blocks of saves, is given to it.
+    saves: the planner of the saves. Its `block_pool` must be set to vLLM's BlockPool, whose
+      reference counts hold the blocks of saves.
     """
 
     settings: Settings
@@ -71,7 +73,7 @@ class PDStoreConnectorScheduler:
         self.worker_metrics = WorkerMetrics()
         self.saves = Saves(self.num_ranks)
         self._cache: PrefixCacheManager | None = None
-        self._prompt_times: PromptTimes | None = None  # None where nothing is decided
+        self._prompt_times: PromptTimes | None = None  # None: load all that is found
         self._reporting: Reporting | None = None
         self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
@@ -80,7 +82,7 @@ class PDStoreConnectorScheduler:
         self._aborted: list[HandoffId] = []
 
     def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
-        """Begins with the workers' layouts. Raises ConfigError if there are none or they differ."""
+        """Takes the workers' layouts. Raises ConfigError if there are none or they differ."""
         layout = RankLayout.common(ranks)
         namespace = layout.namespace
         self.saves.block_tokens = layout.block_tokens
@@ -128,7 +130,7 @@ class PDStoreConnectorScheduler:
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
-        """Tokens that can be loaded behind the first `num_computed`; None: not known yet."""
+        """Returns how many tokens can be loaded after `num_computed`; None if not known yet."""
         state = self.add(request)
         if state is None:
             return 0
@@ -139,7 +141,7 @@ class PDStoreConnectorScheduler:
             return None
         num_tokens = int(request.num_tokens)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
-            return num_tokens - 1 - num_computed  # for blocks whose load can fail
+            return num_tokens - 1 - num_computed  # so that there is a load, which can fail
         return state.find(num_computed, num_tokens) - num_computed
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
@@ -157,7 +159,7 @@ class PDStoreConnectorScheduler:
     def fail_load(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
     ) -> None:
-        """Queues a load that loads nothing: vLLM waits until the workers report its end."""
+        """Queues a load that brings nothing: vLLM waits until the workers report its end."""
         if (known := self._requests.get(request_id)) is not None:
             known[1].give_up()
         first = len(block_ids[0]) - self._blocks_of(num_external)
@@ -233,7 +235,7 @@ class PDStoreConnectorScheduler:
         return bool(self._aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
-        """Clears this namespace in the pool; False if that failed."""
+        """Forgets all values of this namespace in the pool; returns False if the store fails."""
         return self._cache is None or self._cache.clear()
 
     def close(self) -> None:
@@ -261,14 +263,14 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
 class Saves:
     """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
 
-    A save holds references to its blocks, which outlive the request and delay no step.
+    A save holds references to its blocks: they outlive the request, and no step waits for a save.
 
-    Block tables are read from vLLM's scheduler where it exposes them. vLLM 0.26 exposes only the
-    blocks that each step adds: these are accumulated here, which is right for a single KV group,
-    because blocks that a sliding window gives back are not announced.
+    Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 exposes only the
+    blocks that each step adds, so they are added up here. That is right only for a single KV group,
+    because vLLM 0.26 does not announce the blocks that a sliding window gives back.
 
     num_ranks: workers that must release a save before its blocks are freed.
-    block_pool: vLLM's; without it nothing is saved.
+    block_pool: vLLM's BlockPool; nothing is saved while it is None.
     block_tokens: tokens of one block in vLLM's block tables.
     """
 
@@ -279,7 +281,7 @@ class Saves:
     def __post_init__(self) -> None:
         self._ids_of: Callable[[str], Sequence[Sequence[int]] | None] | None = None
         self._added: dict[str, list[list[int]]] = {}
-        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks, and ranks that read them
+        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks, and how many ranks read them
         self._num_saves = 0
 
     def __len__(self) -> int:
@@ -303,9 +305,9 @@ class Saves:
                     table.extend(ids)
 
     def plan(self, state: EngineRequest, request: Any, num_scheduled: int) -> list[SaveSpec]:
-        """Returns the save of what this step computes of a request, if there is one.
+        """Returns the save of what this step computes of a request, or an empty list.
 
-        request: vLLM's. num_scheduled: the tokens of it that the step computes.
+        request: vLLM's request. num_scheduled: how many of its tokens the step computes.
         """
         block_ids = (self._ids_of or self._added.get)(state.id)
         if block_ids is None or self.block_pool is None:
@@ -329,7 +331,7 @@ class Saves:
         self._added.pop(request_id, None)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
-        """Counts the ranks that have read each save; the last one frees the save's blocks."""
+        """Counts the ranks that have read a save's blocks; frees the blocks when all ranks have."""
         for number, count in released.items():
             blocks, num_ranks = self._held.pop(number, ([], 0))
             if num_ranks > count:

@@ -73,7 +73,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
-    """Returns the stats of one connector, by its class's name; MultiConnector's hold several."""
+    """Returns `connector`'s stats: MultiConnector's stats hold those of several connectors."""
     if given is None or isinstance(given, PDStoreStats):
         return given
     found = given.data.get(connector)
@@ -83,9 +83,9 @@ def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | N
 class StepMetrics(Metrics):
     """Metrics that also accumulate their changes since the last step.
 
-    Decision: each change is kept when it is made. To collect the registry's samples in each step
-    and send their differences would need no such copy, but costs milliseconds a step: there are
-    540 of them, of which a step changes a few.
+    Decision: each change is recorded when it is made. Without such records, each step would have to
+    compare all 540 samples of the registry, which takes milliseconds, although a step changes but a
+    few.
     """
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class StepMetrics(Metrics):
         return None if new.is_empty() else new
 
     def add_change(self, key: str, change: float | list[float]) -> None:
-        """Adds to a counter, or observations to a histogram."""
+        """Records what was added to a counter, or observed by a histogram."""
         with self._lock:
             self._new.add(key, change)
 
     def read_gauge(self, key: str, read: Callable[[], float]) -> None:
-        """Has a gauge show what this function returns, from now on."""
+        """Makes `read` the source of a gauge's value from now on."""
         self._gauges[key] = read
 
     def _made(self, metric: Metric) -> Shown:
@@ -132,9 +132,9 @@ class StepMetrics(Metrics):
 
 
 class _Recorded:
-    """A metric, or one of its label values, whose changes a StepMetrics gets too.
+    """A metric, or one of its label values, that passes each change on to a StepMetrics.
 
-    shown: the metric of the client library.
+    shown: the same metric of the Prometheus client library.
     """
 
     def __init__(self, shown: Any, key: str, step: StepMetrics) -> None:
@@ -169,7 +169,7 @@ class _Recorded:
 
 
 class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics in the API server, under their usual names."""
+    """pdstore's metrics in vLLM's API server, under their usual names."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 class WorkerMetrics:
     """The metrics of an instance's workers, put together on its scheduler side.
 
-    registry: has them under their usual names.
+    registry: holds these metrics under their usual names.
     """
 
     def __init__(self) -> None:

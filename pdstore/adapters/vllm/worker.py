@@ -40,7 +40,8 @@ Spec = TypeVar("Spec", LoadSpec, SaveSpec)
 class _Running(Generic[Spec]):
     """A load or a save from its start until its end is reported.
 
-    job: None if it could not begin, or is not to. end: set on any thread when the job has ended.
+    job: None if it could not begin, or has nothing to load. end: set on any thread, at the job's
+      end.
     """
 
     spec: Spec
@@ -49,7 +50,7 @@ class _Running(Generic[Spec]):
     is_released: bool = False
 
     def job_ended(self, job: Job) -> None:
-        """Keeps the end for the next report."""
+        """Keeps the job's end for the next report."""
         self.end = JobEnd.of_job(job, self.spec.request_id, self.spec.number)
 
 
@@ -57,10 +58,10 @@ class _Running(Generic[Spec]):
 class PDStoreConnectorWorker:
     """Runs the loads and saves of each step's metadata, and reports their outcome.
 
-    vLLM's worker thread calls it. Every load is reported, whatever happens: vLLM waits for it
-    without a bound.
+    vLLM's worker thread calls it. Every load is reported, whatever happens, because vLLM waits for
+    the report without a time limit.
 
-    open_saves: those of the current step, whose layers the model computes.
+    open_saves: the saves of the current step, while the model computes its layers.
     """
 
     settings: Settings
@@ -79,10 +80,11 @@ class PDStoreConnectorWorker:
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Opens the pool on vLLM's allocated KV cache, whose memory `handshake` finds pinned.
+        """Opens the pool on the KV cache that vLLM has allocated.
 
-        vLLM captures graphs right after this hook: then the end of pinning is waited for here.
-        Raises PDStoreError if the cache does not fit.
+        The pool pins its host memory meanwhile; `handshake` waits for the end of it. If vLLM
+        captures CUDA graphs, which it does right after this hook, the wait is here instead. Raises
+        PDStoreError if pdstore does not support the cache.
         """
         config = self.vllm_config
         layout, caches = layout_of(self.settings, config, self.kv_cache_config, kv_caches)
@@ -110,7 +112,7 @@ class PDStoreConnectorWorker:
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
         layers: names of the first layers of the pool's layout, in order; see `OpenSaves`.
-        ends_late: vLLM ends a step only when it has drafted tokens.
+        ends_late: True if vLLM ends a step only after it has drafted tokens.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
@@ -134,10 +136,11 @@ class PDStoreConnectorWorker:
 
     @property
     def fails_whole(self) -> bool:
-        """True if a load that brings less than was promised counts as having brought nothing.
+        """True if a load that brings less than was promised counts as a load that brought nothing.
 
-        vLLM goes on from the first block that it is told is bad. It cannot be told of one that a
-        window has given back, nor of any where several groups number their blocks.
+        Else vLLM is told the bad blocks, and computes from the first of them on. It cannot be told
+        of a block that a sliding window has given back, nor of any block if there are several KV
+        groups.
         """
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
@@ -161,7 +164,7 @@ class PDStoreConnectorWorker:
         return not (self._loads or self._saves)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the loads of a step; marks aborted hand-offs. Called in every step."""
+        """Starts the loads of a step, and aborts hand-offs. Called in every step."""
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
         for spec in metadata.loads:  # all of them are reported, even if starting one fails
@@ -179,7 +182,7 @@ class PDStoreConnectorWorker:
                     running.job.on_end(running.job_ended)
 
     def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the saves of a step, which read each layer when `open_saves` hears of it."""
+        """Starts the saves of a step; `open_saves` tells them when they may read a layer."""
         for spec in metadata.saves:
             of_request = [s for s in self._saves.values() if s.spec.request_id == spec.request_id]
             earlier = [each.job for each in of_request if each.job is not None]
@@ -258,7 +261,7 @@ class PDStoreConnectorWorker:
 
     @contextlib.contextmanager
     def _starting(self, running: _Running[Any], direction: Direction) -> Iterator[None]:
-        """Logs and counts why a job could not begin: the others of its step begin all the same."""
+        """Logs and counts why a job could not begin; the other jobs of its step still begin."""
         try:
             yield
         except Exception:
@@ -268,7 +271,7 @@ class PDStoreConnectorWorker:
             log.exception("a %s of request %s could not begin", direction.value, spec.request_id)
 
     def _rows(self, block_ids: Tables) -> Tables:
-        """Rows of the cache tensors; one of vLLM's blocks may be several of the kernel's."""
+        """Returns rows of the cache tensors: a block of vLLM's tables may be several rows."""
         n = self._rows_per_block
         if n == 1:
             return block_ids
@@ -281,16 +284,16 @@ class PDStoreConnectorWorker:
 
 @dataclass(eq=False)
 class OpenSaves:
-    """The saves of one step, which save each layer range while the model computes the next ones.
+    """The saves of one step: each layer range is saved while the model computes the next one.
 
-    A save reads a layer after the work that was queued on the current stream when the last layer of
-    its range was reported. Layers that are not reported during the step are saved at its end, and
-    workers begin there where the layers are only queued on a device: vLLM's thread has then queued
-    all that the answer needs.
+    When the last layer of a range is reported, its saves wait for all work that is queued on the
+    current stream by then, and read the range after it. Layers that are not reported during the
+    step are saved at its end. On a GPU, the pool's workers begin at the end of the step: by then
+    vLLM's thread has queued all work that the answer needs.
 
     layout: of the pool; None while there is none.
-    layers: names of the first layers of its cache, in order, which may be saved during the step.
-    ends_late: steps end late, after drafts: workers begin when the last layer is queued.
+    layers: names, in order, of the cache's first layers, which may be saved during the step.
+    ends_late: True if a step ends after drafting: workers then begin when the last layer is queued.
     """
 
     layout: Layout | None = None
@@ -298,7 +301,7 @@ class OpenSaves:
     ends_late: bool = False
 
     def __post_init__(self) -> None:
-        self._ends: dict[str, int] = {}  # the last layer of each range, with the number up to it
+        self._ends: dict[str, int] = {}  # number of layers up to a range's last layer, by its name
         if self.layout is not None:
             whole = self.layout.num_whole_ranges
             counts = range(1, len(self.layers) + 1)
@@ -311,7 +314,7 @@ class OpenSaves:
         self._open.append(save)
 
     def layer_done(self, name: str) -> None:
-        """Lets a layer range be saved when its last layer is queued, and all before it are."""
+        """Lets a layer range be saved once its last layer and all before that are queued."""
         if self._open:
             self._computed.add(name)
             num_layers = self._ends.get(name, 0)
@@ -320,7 +323,7 @@ class OpenSaves:
                     save.layers_done(num_layers, goes_on=not self.ends_late)
 
     def end_step(self) -> None:
-        """Lets all that is left be saved, and ends the step. Cancels what cannot be."""
+        """Lets the rest of the layers be saved, and ends the step. Cancels saves if that fails."""
         num_layers = len(self.layout.held_layers) if self.layout is not None else 0
         try:
             while self._open:
@@ -332,7 +335,7 @@ class OpenSaves:
     def cancel_step(self) -> None:
         """Ends the step and cancels the saves that are still open: not all layers are computed.
 
-        Their ends tell D, and release their blocks.
+        The end of a cancelled save tells D of it, and releases the save's blocks.
         """
         for save in self._open:
             save.job.cancel()

@@ -1,4 +1,4 @@
-"""open_arena_file: the file of an arena, made whole or not at all, and only this user's."""
+"""open_arena_file: opens an arena's file, or makes it, whole or not at all, for this user only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdstore.native.library import Library
 
 DEFAULT_SIZE = 20 << 30
 SLAB_BYTES = 64 << 20
-"""Registering so much at once with a GPU takes 1 ms; pieces of 16 MiB take three times as long."""
+"""Registering 64 MiB with a GPU takes 1 ms; in parts of 16 MiB it takes three times as long."""
 _MIN_SLAB_BYTES = 64 << 10
 _MIN_SLABS = 16
 _WRITABLE = "name a directory that this user may write to (?dir=)"
@@ -25,12 +25,12 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put th
 
 
 def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
-    """Opens the arena at a path, or makes it; returns a descriptor.
+    """Opens the arena at a path, or makes it; returns a file descriptor.
 
-    size: bytes for values; None: those of the arena that is there, or for a new one 20 GiB or half
-      of what is free, whichever is less.
+    size: bytes for values. None takes an arena that exists as it is, and makes a new one of 20 GiB,
+      or of half of the free space if that is less.
     slab_bytes: no value can be larger; None: 64 MiB, less for arenas below 1 GiB.
-    Raises ConfigError for a size that does not fit, StoreDenied for a file of somebody else's,
+    Raises ConfigError for a size that does not fit, StoreDenied for a file of another user,
     StoreUnavailable if the file system refuses.
     """
     try:
@@ -39,7 +39,7 @@ def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: 
                 return _checked(os.open(path, _OPEN), path)
             with contextlib.suppress(FileExistsError):
                 return _make(path, library, size, slab_bytes)
-    except StoreError:  # some of them are OSErrors too
+    except StoreError:  # some StoreErrors are OSErrors as well
         raise
     except PermissionError as error:
         raise StoreDenied(f"{path}: {error.strerror}; {_WRITABLE}") from error
@@ -94,7 +94,7 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
     try:
         os.fchmod(fd, 0o600)  # whatever the umask
         format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
-        # only with a dst_dir_fd, which counts for no absolute path, does this follow /proc's link
+        # os.link follows /proc's link only if a dst_dir_fd is given; absolute paths ignore that
         link = f"/proc/self/fd/{fd}"
         os.link(link, path.absolute(), dst_dir_fd=fd, follow_symlinks=True)
     except ValueError as error:
@@ -111,7 +111,7 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
 
 
 def _default_slab(num_bytes: int) -> int:
-    """The largest power of two that leaves the arena 16 slabs, within limits."""
+    """Returns the largest power of two, within limits, of which the arena has 16 slabs."""
     slab = SLAB_BYTES
     while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
         slab //= 2

@@ -31,7 +31,7 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 REST_S = 5.0
-"""Time for which a dead process's reserved memory is left alone: its GPU may still write there."""
+"""Time for which slots that a dead process had reserved stay unused: its GPU may still write."""
 LOCK_TIMEOUT_S = 5.0
 DEFAULT_LEASE_S = 10.0
 MAX_LEASE_S = 3600.0
@@ -44,23 +44,25 @@ class ArenaStore(Store):
     """`shm://name?size=64GiB&lease=10&dir=/dev/shm&slab=64MiB`, for the processes of one host.
 
     All values lie in one file, `<dir>/pdstore-<uid>-<name>`, which every process maps; there is
-    no server. The file stays when they end, with what it holds, until somebody removes it. P's GPU
-    copies into the very bytes that D's GPU copies from (`fill`, `start_scatter`).
+    no server. The file and its values stay when the processes end, until somebody removes the file.
+    P's GPU copies into the very bytes that D's GPU copies from (`fill`, `start_scatter`).
 
-    Values lie in slabs of one slot size each; the value that was used longest ago goes first, and
-    a slab goes to another size when all of it is older than that. Tails and markers are missing
-    after `PDSTORE_HANDOFF_TTL_S`. The lock is held while the index changes, never while bytes
-    move; a process killed at any point leaves misses, and a stopped one that holds the lock makes
-    the others' calls raise StoreTimeout.
+    A slab is cut into slots of one size. A new value takes the place of the value that was used
+    longest ago; a slab gets another slot size when its values were all used longer ago than that
+    one. Tails and markers are missing after `PDSTORE_HANDOFF_TTL_S`.
 
-    directory: in a memory-backed file system; one that is mounted with `huge=always` gives huge
-      pages, which are quicker to register with a GPU.
-    size: bytes for values; None: those of the arena that is there, else 20 GiB or half of what is
-      free.
+    The lock is held while the index changes, never while bytes move. A process that is killed, at
+    any point, leaves only misses. While a process that holds the lock is stopped, other processes'
+    calls raise StoreTimeout.
+
+    directory: in a memory-backed file system. If that is mounted with `huge=always`, the arena has
+      huge pages, which a GPU registers more quickly.
+    size: bytes for values. None takes an arena that exists as it is, and makes a new one of 20 GiB,
+      or of half of the free space if that is less.
     slab_bytes: no value can be larger. None: 64 MiB, less in arenas below 1 GiB.
-    rest_s: how long what a dead process had reserved is left alone.
+    rest_s: how long slots that a dead process had reserved stay unused.
 
-    Constructing opens or makes the file. Raises ConfigError, StoreDenied or StoreUnavailable.
+    The constructor opens or makes the file. Raises ConfigError, StoreDenied or StoreUnavailable.
     """
 
     def __init__(
@@ -120,17 +122,17 @@ class ArenaStore(Store):
 
     @property
     def span_bytes(self) -> int:
-        """The size of the pieces in which the memory may be registered with a device.
+        """The size of the spans in which the memory may be registered with a device.
 
-        They lie side by side from the start of the memory, and no value lies in two of them.
+        The spans lie side by side from the start of the memory, and no value lies in two spans.
         """
         return self._arena.slab_bytes
 
     def memory(self) -> memoryview:
         """The memory that all values lie in: page-aligned, the same one at every call.
 
-        Whoever copies to it or from it ends that before the store is closed: `close` unmaps it as
-        soon as no view of it is left.
+        End all copies to and from this memory before you close the store: `close` unmaps the memory
+        as soon as no view of it is left.
         """
         return self._enter()
 
@@ -171,35 +173,36 @@ class ArenaStore(Store):
     def fill(self, batches: Sequence[ValueBatch]) -> Filled:
         """Reserves places, gathers into them, seals and publishes, all in one call of the library.
 
-        Evicts as `put` does. Python's lock is free for all of that time.
+        Evicts as `put` does. Other Python threads can run all the time.
 
         batches: at least one. Each is published when its copies have ended, in the order given.
-        Returns what is stored now; the error of a batch without room, or if the arena's lock is
-        not free soon. Raises LayoutError or SwapError if the copies fail.
+        Returns what is stored now, with an error if a batch found no room or if the arena's lock
+        was not free soon. Raises LayoutError or SwapError if the copies fail.
         """
         memory = self._enter()
         kinds = b"".join([_kinds(batch.keys) for batch in batches])
         return self._arena.fill(batches, address_of(memory), kinds)
 
     def start_scatter(self, batch: ValueBatch) -> Ticket | None:
-        """Leases values and starts to scatter them from where they lie: all, or none.
+        """Leases values and starts to scatter them from where they lie: all or none.
 
-        None also if any value is missing or seen to be wrong, or if the lock is not free soon.
-        Others are verified after their copy, and may be evicted meanwhile: the caller waits for
-        the copies and then asks `confirm`. Raises LayoutError or SwapError if they cannot begin.
+        Returns None if any value is missing or is seen to be wrong, or if the lock is not free
+        soon. Values are verified after they are copied, and may be evicted meanwhile: so the caller
+        waits for the copies and calls `confirm`. Raises LayoutError or SwapError if they cannot
+          begin.
         """
         return self._arena.start_scatter(batch, address_of(self._enter()))
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
-        """Returns how many of the first values have stayed ever since, and were right when copied.
+        """Returns how many leading values are still stored, and how many were right when copied.
 
-        What counts in both is right. Call it when no copy of them is on its way any more.
+        Use only values that both numbers count. Call it when all of the copies have ended.
         """
         self._enter()
         return self._arena.confirm(copies)
 
     def counts(self) -> ArenaCounts:
-        """Counts the slots; it looks at all of them."""
+        """Counts the slots by state. It scans every slot, so it is slow for a large arena."""
         self._enter()
         return self._arena.counts()
 
@@ -210,7 +213,7 @@ class ArenaStore(Store):
                 yield StoredValue(BlockKey(key), num_bytes, age_s)
 
     def length_of(self, key: BlockKey) -> int | None:
-        """Looks at all values."""
+        """Scans all values, so it is slow for a large arena."""
         check_call([key])
         return next((v.num_bytes for v in self.stored_values(key) if v.key == key), None)
 
@@ -228,8 +231,8 @@ class ArenaStore(Store):
             self._memory = None  # unmapped when no view of it is left
 
     def _enter(self, keys: Sequence[BlockKey] = (), slots: Slots | None = None) -> memoryview:
-        """Checks a call, as every one begins."""
-        memory = self._memory  # before the check: `close` ends the life first
+        """Checks the arguments of a call, and that the store is open; returns the memory."""
+        memory = self._memory  # read before the check, as `close` ends the life first
         self._lifecycle.check()
         check_call(keys, slots)
         assert memory is not None
@@ -249,7 +252,7 @@ class ArenaStore(Store):
             mapped = mmap.mmap(fd, self._arena.data_bytes, offset=self._arena.data_at)
         except OSError as error:
             raise StoreUnavailable(f"{self.label}: cannot map {self.path}: {error}") from error
-        with contextlib.suppress(OSError):  # where the kernel has none for such files
+        with contextlib.suppress(OSError):  # if the kernel has no huge pages for such files
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapped)
 

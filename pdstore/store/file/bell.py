@@ -2,9 +2,11 @@
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-A put writes a byte into every pipe; each listener polls its own. The next ring removes a pipe
-without a reader. A pipe of another boot may be another host's: it is removed when nobody has
-touched it for long. So a listener touches its pipe now and then, and makes another if it is gone.
+A put rings: it writes a byte into every pipe, and each listener polls its own pipe. A ring removes
+a pipe that no process reads. But hosts may share the directory, and a pipe of another host has no
+reader here. So a pipe's name begins with the id of its host's boot, and a pipe of another boot is
+removed only when nobody has touched it for long. For this, a listener touches its pipe now and
+then, and makes a new one if it is gone.
 """
 
 # Decision: docs/decisions/027-file-bells.md
@@ -31,7 +33,7 @@ class Bell:
     """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
 
     touch_s: how often a process that waits touches its pipe.
-    abandoned_s: how long ago a pipe of another boot was touched when it may be removed.
+    abandoned_s: how long a pipe of another boot must be untouched before it is removed.
     """
 
     def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
@@ -40,17 +42,14 @@ class Bell:
         self._abandoned_s = abandoned_s
         self._touch_deadline = Deadline(0.0)
         self._boot = _boot_id()
-        self._number = 0  # of the times that a ring was read
+        self._number = 0  # counts the times that a ring was read
         self._pipe: int | None = None
         self._path: Path | None = None
         self._polling = threading.Lock()
         self._is_closed = False
 
     def ring(self) -> None:
-        """Wakes all who listen.
-
-        A directory that is gone or cannot be read has nobody listening.
-        """
+        """Wakes all listeners; does nothing if the directory is gone or cannot be read."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._folder):
                 self._ring(name)
@@ -72,7 +71,7 @@ class Bell:
         return self._number
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening, and removes the pipe."""
         self._is_closed = True
         with self._polling:
             if self._path is not None:
@@ -130,23 +129,23 @@ class Bell:
             return
         try:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
-                # full, as its reader will see, or its reader has just gone
+                # errors: the pipe is full, so its reader wakes anyway; or its reader has just gone
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(pipe, b"!")
         finally:
             os.close(pipe)
 
     def _remove_abandoned(self, path: Path) -> None:
-        """Removes a pipe without a reader in this kernel, unless another one's may listen at it."""
+        """Removes a pipe without a reader on this host, unless another host may still read it."""
         with contextlib.suppress(OSError):  # another ring was faster
             is_old = time.time() - path.lstat().st_mtime > self._abandoned_s
-            # this kernel's have a reader before they have their name
+            # a pipe of this boot has a reader before it has its name: now the reader is gone
             if is_old or path.name.startswith(f"{self._boot}-"):
                 path.unlink()
 
 
 def _boot_id() -> str:
-    """Returns this kernel's id since its start; other hosts and later boots have another one."""
+    """Returns the id of this host's boot; other hosts and later boots have another id."""
     try:
         return _BOOT_ID.read_text().strip().replace("-", "")
     except OSError:

@@ -30,9 +30,9 @@ _NOT_OURS = frozenset({"lost+found"})  # an empty file system has it
 
 
 class StoredFile(NamedTuple):
-    """A value on disk, as it was when somebody looked.
+    """A value on disk, as it was when it was listed.
 
-    mtime_ns: its lease's end. atime_ns: its last use.
+    mtime_ns: the end of its lease. atime_ns: its last use.
     """
 
     path: str
@@ -43,10 +43,10 @@ class StoredFile(NamedTuple):
 
 
 class PoolDirectory:
-    """A pool's directory. Creating one makes what is missing of it.
+    """A pool's directory on disk. The constructor makes the directories that are missing.
 
-    Nothing that is listed or deleted here lies behind a symbolic link. Raises ConfigError for a
-    path that cannot be a pool, StoreDenied for one that belongs to somebody else.
+    It never lists or deletes anything behind a symbolic link. Raises ConfigError for a path that
+    cannot be a pool, StoreDenied for a directory of another user.
     """
 
     def __init__(self, root: Path) -> None:
@@ -63,11 +63,11 @@ class PoolDirectory:
         return f"{self._places[zlib.crc32(key.encode()) % FAN_OUT]}/{key}"
 
     def temporary(self) -> str:
-        """Returns a new path for an unfinished value; paths that begin with it and "-" are too."""
+        """Returns a new path for an unfinished value; paths that begin with it and "-" are free."""
         return f"{self._writer}-{next(self._numbers)}"
 
     def delete(self, key: BlockKey) -> None:
-        """Deletes a value; a missing one is fine."""
+        """Deletes a value; a missing value is no error."""
         _delete(self.path(key))
 
     def delete_all(self, prefix: str) -> None:
@@ -86,7 +86,7 @@ class PoolDirectory:
                     yield StoredFile(f"{place}/{name}", name, status.st_size, *times)
 
     def delete_unchanged(self, file: StoredFile) -> bool:
-        """Deletes a value unless it was leased since it was looked at; False if it was."""
+        """Deletes a value unless it was leased since it was listed; returns False if it was."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
                 return False
@@ -103,7 +103,7 @@ class PoolDirectory:
             raise ConfigError(f"{self._tmp} is a link or a file: make it a directory")
 
     def lock(self) -> int | None:
-        """Returns the evictor's lock, which ends when it is closed; None if it is taken."""
+        """Returns the evictor's lock as a file descriptor for `unlock`; None if it is taken."""
         try:
             return try_lock(f"{self.root}/{_POOL_LOCK}")
         except FileNotFoundError:
@@ -111,10 +111,10 @@ class PoolDirectory:
             return try_lock(f"{self.root}/{_POOL_LOCK}")
 
     def sweep(self) -> None:
-        """Deletes the unfinished values of dead writers: those that are old.
+        """Deletes unfinished values that are so old that their writers must be dead.
 
-        Their age is against the directory's last change, which the same clock wrote. A writer that
-        slept for so long writes its value again.
+        A file's age is counted back from its directory's last change, because the same clock wrote
+        both times. A writer that was suspended for so long writes its value again.
         """
         with contextlib.suppress(FileNotFoundError):
             oldest = os.lstat(self._tmp).st_mtime - _ABANDONED_S
@@ -147,7 +147,7 @@ class PoolDirectory:
 
 
 def _delete(path: str) -> None:
-    """Deletes a file, or a directory in its place; one that holds anything stays."""
+    """Deletes a file, or an empty directory in its place; any other directory stays."""
     with contextlib.suppress(FileNotFoundError):  # somebody was faster
         try:
             os.unlink(path)
@@ -157,7 +157,7 @@ def _delete(path: str) -> None:
 
 
 def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields what is in a directory, and nothing for a link, a file or a missing one."""
+    """Yields the entries of a directory; nothing if the path is a link, a file or missing."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -174,7 +174,7 @@ def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def try_lock(path: str) -> int | None:
-    """Returns a file descriptor that holds a file's lock until it is closed; None if it is taken.
+    """Returns a descriptor that holds a file's lock until it is closed; None if it is locked.
 
     Raises ConfigError on a file system without flock.
     """
@@ -195,5 +195,5 @@ def try_lock(path: str) -> int | None:
 
 def unlock(lock: int | None) -> None:
     if lock is not None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has it open as well
         os.close(lock)

@@ -1,6 +1,7 @@
-"""Values as files: read, written and leased one after another, and the system's errors.
+"""Values as files: functions that read, write and lease them in turn, and name system errors.
 
-Python reads and writes without checksums; libpdstore does so with them (`FileStore.get_right`).
+This Python code reads and writes without checksums. libpdstore checks and writes checksums as well
+(`FileStore.get_right`, `put_sealed`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pdstore.store.base import Slots
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 OTHER_LENGTH = -1
-"""Beside the errnos: a file does not have the expected length."""
+"""A code in place of an errno: a file does not have the expected length."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,
@@ -58,10 +59,10 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
 
 @contextlib.contextmanager
 def named_error(label: str, what: str, num_done: int = 0) -> Iterator[None]:
-    """Turns an OSError inside into the error for its errno."""
+    """Turns an OSError of the statements inside into the StoreError for its errno."""
     try:
         yield
-    except PDStoreError:  # some of them are OSErrors too
+    except PDStoreError:  # some PDStoreErrors are OSErrors as well
         raise
     except OSError as error:
         raise error_of(label, error.errno or 0, what, num_done) from error
@@ -71,7 +72,7 @@ class Ended(NamedTuple):
     """The result of reading or writing some files in turn.
 
     num_done: number of files that were read or written.
-    why: 0 after the last; else the errno of the next one, or OTHER_LENGTH.
+    why: 0 if that is all of them; else the errno of the next file, or OTHER_LENGTH.
     """
 
     num_done: int
@@ -94,8 +95,8 @@ def read_values(paths: Sequence[str], slots: Slots) -> Ended:
 def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
     """Writes each slot to its path unless a file is there, in turn, until one cannot be written.
 
-    The directory of a path is made at its first use, because all 256 of a pool take 40 ms; the one
-    above it is not.
+    The directory of a path is made at its first use, because making all 256 directories of a pool
+    takes 40 ms. The directory above is not made.
 
     temporary: a name on the same file system, for the file that is not whole yet.
     """
@@ -110,9 +111,9 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 
 
 def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
-    """Renews the leases of files in turn, until one is missing or errs.
+    """Renews the leases of files in turn, until one is missing or fails.
 
-    With the library that is one call: the caller waits once for Python's lock.
+    With the library this is one call, so that the caller waits only once for Python's lock.
     """
     now = time.time_ns()
     end = now + int(lease_s * 1e9)
@@ -131,7 +132,8 @@ def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:
     """Reads a file into `piece`. Returns its length, or a larger number than `piece` has bytes.
 
-    `spare` is one byte more, which only a longer file reaches: it saves a look at the length.
+    `spare` is one more byte, which only a file that is too long fills: so the file's length need
+    not be asked for.
     """
     fd = os.open(path, _READ)
     try:
@@ -145,7 +147,7 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
 
 
 def _write(temporary: str, path: str, piece: memoryview) -> None:
-    """Writes a file whole, unless there is one meanwhile."""
+    """Writes a file, whole or not at all, unless somebody else has written it meanwhile."""
     fd = os.open(temporary, _CREATE, 0o600)
     try:
         try:
@@ -161,7 +163,7 @@ def _write(temporary: str, path: str, piece: memoryview) -> None:
 
 
 def _link(temporary: str, path: str) -> None:
-    """Gives a file its name; not by a rename, which would replace what is stored."""
+    """Gives a file its name by a link: a rename would replace a value that is stored."""
     try:
         os.link(temporary, path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""FileStore: a file per block in one directory that P and D share; the default, nothing to run."""
+"""FileStore: a file for each value, in a directory that P and D share. It is the default store."""
 
 from __future__ import annotations
 
@@ -38,28 +38,31 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
-_MANY = 64  # keys for which a call of the native library is made
+_MANY = 64  # from so many keys on, the native library looks for them
 _MOST_PATHS = 8192
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
-"""Writes some of a call's values to their paths by way of temporary names, as `write_values`
-does; the range has their numbers."""
+"""A function that writes some of a call's values to their paths, as `write_values` does.
+
+Its arguments: a temporary name, the paths, and the numbers of these values in the call.
+"""
 
 
 class FileStore(Store):
     """`file:///dir?budget=20GiB&lease=10`, or `file://` for a directory of this user.
 
-    Any number of processes and hosts may share the directory; all give the same lease. A value is
-    written under a temporary name and linked to its key's when it is whole, so that a crash of its
-    writer leaves nothing to be found; there is no fsync, because a cache need not outlive the
-    machine. A value's modification time is its lease's end and its age: one utime is the lookup,
-    the lease and the use. Tails and markers go after `PDSTORE_HANDOFF_TTL_S`, blocks when the
-    budget needs their room.
+    Any number of processes and hosts may share the directory; all must give the same lease. A value
+    is written under a temporary name and linked to its key's name when it is whole, so that nobody
+    finds the value of a writer that crashed. There is no fsync, because a cache need not survive a
+    crash of the host. A value's modification time is the end of its lease, its access time is its
+    last use: so one utime looks a value up, leases it and counts the use. Tails and markers are
+    deleted after `PDSTORE_HANDOFF_TTL_S`, blocks when the budget needs their room.
 
-    built: gives the native library if it need not be built, else None: no lookup waits for a
-      compiler.
+    built: returns the native library if it is built already, else None, so that no lookup waits for
+      a compiler.
 
-    Constructing makes the directory. Raises ConfigError or StoreDenied for one that cannot be used.
+    The constructor makes the directory. Raises ConfigError or StoreDenied if the directory cannot
+    be used.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class FileStore(Store):
         sizes: Sequence[int],
         write: WriteValues,
     ) -> int:
-        """Stores values by `write`: asks the evictor for room, and tries again after each mend."""
+        """Stores values by `write`: has the evictor make room, and repeats what `_mend` mended."""
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
             with named_error(self.label, keys[n], n):
@@ -255,10 +258,10 @@ class FileStore(Store):
             raise OSError(why, os.strerror(why))
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> list[str]:
-        """Checks a call, as every one begins; returns the paths of its values."""
+        """Checks the arguments of a call, and that the store is open; returns the values' paths."""
         self._lifecycle.check()
         check_call(keys, slots)
-        return list(map(self._path_of, keys))  # keys come again and again
+        return list(map(self._path_of, keys))  # cached: keys come again and again
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
         """Returns how many values were found; a missing file is no error. Raises StoreError."""
@@ -284,7 +287,7 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
 
 
 def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
-    """Yields what is wrong with a budget above what the file system has, and what to write."""
+    """Yields, for a budget larger than the file system, what is wrong and what to write instead."""
     if evictor.attainable < evictor.budget:
         budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
         said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"

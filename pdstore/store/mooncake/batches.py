@@ -1,9 +1,9 @@
-"""Batches: values are moved by calls of Mooncake's library that end within a lease.
+"""Batches: moves values by calls of Mooncake's library that are short enough for a lease.
 
-RDMA moves only registered memory, slabs of ours. Values in other buffers are then copied through
-one slab, the bounce.
+RDMA moves only registered memory, which is allocated here as slabs. With RDMA, values in other
+memory are copied through one slab, the bounce.
 
-A put that finds the pool full is tried again here: only then does the master evict.
+A put that finds the pool full is repeated here, because the master evicts only after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
 BOUNCE_BYTES = 64 << 20
 _FEW_KEYS = 16
-_FEW_BYTES = 16 << 20  # a batch has more keys only while it has fewer bytes
+_FEW_BYTES = 16 << 20  # a batch of more than the few keys has fewer bytes
 _MOST_KEYS = 2048
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 
@@ -47,12 +47,12 @@ class Memory:
         self.bounce_lock = threading.Lock()
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
-        self._dropped: deque[_Slab] = deque()  # filled by finalizers, which may run anywhere
+        self._dropped: deque[_Slab] = deque()  # filled by finalizers, on any thread
         self._raw: Raw | None = None
         self._bounce = memoryview(b"")
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns a slab, registered now or when the client connects; its last view frees it."""
+        """Returns a slab, registered now or at the connection; its last view frees it."""
         owner = mmap.mmap(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         view = memoryview(owner)
         if num_bytes < SLAB_BYTES:
@@ -79,7 +79,7 @@ class Memory:
             self._raw = None
 
     def holds(self, slots: Slots, address: int) -> bool:
-        """True if one slab holds the buffer at this address whose slots these are."""
+        """True if one slab contains the whole buffer of `slots`, which begins at `address`."""
         end = address + len(slots.view)
         return any(
             slab.address <= address and end <= slab.address + slab.size
@@ -87,13 +87,13 @@ class Memory:
         )
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """Returns the bounce, of at least this size; the caller holds `bounce_lock`."""
+        """Returns the bounce, at least `num_bytes` long; the caller must hold `bounce_lock`."""
         if len(self._bounce) < num_bytes:
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
 
     def _forget_dropped(self) -> None:
-        """Unregisters what was freed: else the next slab at its address would be taken for it."""
+        """Unregisters freed slabs: else a new slab at such an address would count as registered."""
         while self._dropped:
             slab = self._dropped.popleft()
             self._slabs = [each for each in self._slabs if each != slab]
@@ -108,21 +108,21 @@ def _register(raw: Raw, slab: _Slab) -> None:
 
 
 class Batches:
-    """Splits a call into batches and makes each one, on the connection that has least to do.
+    """Splits a call into batches, and moves each on the connection with the fewest running calls.
 
-    A read that outlasts its lease is lost whole. So a batch is no larger than what can be moved
-    in a third of the lease at the rate of late. Small batches have a second use: a peer that hangs
-    costs the library's time-out once per batch, and the caller stops after the first.
+    A read that takes longer than its lease is lost as a whole. So a batch is no larger than what
+    can be moved in a third of the lease at the recent rate. Small batches also limit what a peer
+    that hangs costs: one time-out of the library for a batch, after which the caller stops.
 
-    clients: the library copies with one thread for each; one that is not needed is not connected.
-    memory: of the slabs that the transport can move; None if it can move any buffer.
+    clients: connections, each made when it is needed; the library copies with a thread for each.
+    memory: the slabs that the transport can move; None if it can move any memory.
     """
 
     def __init__(self, clients: Sequence[Client], memory: Memory | None, lease_s: float) -> None:
         self._clients = clients
         self._memory = memory
         self._lease_s = lease_s
-        self._rate = 1e9  # bytes per second, until there is a measurement
+        self._rate = 1e9  # bytes per second; assumed until it is measured
         self._pressure_until = 0.0
 
     @property
@@ -132,7 +132,7 @@ class Batches:
         return by_lease if self._memory is None else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields the start and end of each batch. The pool's key is alone in one: it is pinned."""
+        """Yields the start and end of each batch. The pool's key has its own: it is pinned."""
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
@@ -146,21 +146,21 @@ class Batches:
             yield start, len(sizes)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
-        """Reads one batch; returns for each value its number of bytes, or a code."""
+        """Reads one batch; returns for each value its number of bytes, or an error code."""
         start = time.monotonic()
         codes = self._move(keys, slots, None)
         seconds = max(time.monotonic() - start, 1e-6)
         num_bytes = sum(code for code in codes if code > 0)
-        if LEASE_OVER in codes:  # all was moved, and too late: at this rate no batch succeeds
+        if LEASE_OVER in codes:  # all was moved, but too late: the assumed rate was too high
             self._rate = min(self._rate, sum(slots.sizes) / seconds)
         elif num_bytes >= min(1 << 20, self.most_bytes // 2):
             self._rate += (num_bytes / seconds - self._rate) / 4
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
-        """Writes a batch, again what found no room, and once more what failed at once.
+        """Writes a batch; repeats values that found no room, and once values that failed at once.
 
-        Returns for each value a code, or 0, also where the key was taken.
+        Returns an error code for each value; 0 if it is stored, also if its key was stored before.
         """
         codes = [NO_ROOM] * len(keys)
         has_pressure = time.monotonic() < self._pressure_until
@@ -187,9 +187,9 @@ class Batches:
             codes[i] = answer
 
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
-        """Moves a batch from or to where its slots are, or through the bounce.
+        """Moves a batch directly from or to its slots, or through the bounce.
 
-        config: of a put; None for a get.
+        config: how the library keeps the values of a put; None for a get.
         """
         client = min(self._clients, key=lambda client: client.num_running)
         base = address_of(slots.view)

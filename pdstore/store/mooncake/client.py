@@ -1,13 +1,15 @@
 """Client: one connection of Mooncake's library, used only while that is safe.
 
-The library's object crashes the process when it is called before `setup`, after `close` or during
-it, and in a forked child; `setup` and `close` stop the whole process for as long as the server does
-not answer. So the object is set up at first use, after the server was seen to answer; calls are
-counted, and `close` waits for them; an object that cannot be closed is set aside, never destroyed.
+The library's object crashes the process if it is called before `setup`, during or after `close`, or
+in a forked child. `setup` and `close` stop the whole process for as long as the server does not
+answer. So the object is set up at its first use, after the server was seen to answer. Running calls
+are counted, and `close` waits for them. An object that cannot be closed is set aside, never
+destroyed.
 
-The library waits 60 s for a transfer, a constant, and then reports a failure without cancelling the
-transfer: late bytes would land in another block. A failure before that is reported only when the
-socket or the NIC is done with the memory. Closing the connection ends the other transfers.
+The library waits 60 s for a transfer, which cannot be changed, and then reports a failure without
+cancelling the transfer: late bytes would land in another block. An earlier failure is reported only
+when the socket or the NIC no longer uses the memory. To end a transfer that the library has given
+up, the connection is closed.
 """
 
 # Decision: docs/decisions/029-mooncake-late-bytes.md
@@ -39,11 +41,11 @@ PROBE_S = 0.5
 DRAIN_S = 0.5
 CLOSE_S = 2.0
 ENDED = "transfers ended by a close"
-"""The name under which `codes` counts calls that the library gave up before their transfers."""
+"""The name under which `codes` counts calls that the library gave up before transfers ended."""
 
 
 class Server:
-    """A master.
+    """The address of a Mooncake master, and the test that it answers.
 
     address: `host:port`.
     """
@@ -57,8 +59,8 @@ class Server:
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
-        Sends 20 junk bytes, as long as the shortest request but not one, at which a live server
-        closes the connection. A stopped process still accepts connections.
+        Sends 20 zero bytes: as long as the shortest request, but not a valid one. A live server
+        then closes the connection. A stopped process would accept the connection, but not close it.
         """
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:
@@ -69,7 +71,7 @@ class Server:
             said = f"{self._where} did not answer within {self._timeout_s} s"
             raise StoreTimeout(said) from error
         except ConnectionResetError:
-            return  # it hung up before it had read all
+            return  # the server closed it before it had read all
         except OSError as error:
             raise StoreUnavailable(f"{self._where} cannot be reached: {error}") from error
 
@@ -81,8 +83,9 @@ class Client:
     server: must answer before the library is called.
     set_up: makes the object and connects it; returns the code of the library's `setup` if that
       failed.
-    before_close: called before an object is closed that was set up.
-    gives_up_s: a little less than the library's 60 s, because its clock is another one.
+    before_close: called before an object that was set up is closed.
+    gives_up_s: after this time, the library may have given up a call that failed. It is a little
+      less than the library's 60 s, because the library has another clock.
     """
 
     def __init__(
@@ -115,8 +118,8 @@ class Client:
     def call(self) -> Iterator[Raw]:
         """Lends the library's object for one call.
 
-        Raises StoreClosed; StoreUnavailable or StoreTimeout, within a second, when the server does
-        not answer, and StoreUnavailable while the connection is suspended.
+        Raises StoreClosed; within a second, StoreUnavailable or StoreTimeout if the server does not
+        answer; StoreUnavailable while the connection is suspended.
         """
         self.lifecycle.check()
         oldest = min(self._began, default=None)
@@ -149,7 +152,7 @@ class Client:
         return codes
 
     def count_codes(self, codes: Sequence[int]) -> None:
-        """Counts the codes of a call; after an outage the next call asks the server first."""
+        """Counts the codes of a call; after an outage, the next call tests the server first."""
         self.codes.update(name_of(code) for code in codes if code < 0)
         if any(is_outage(code) for code in codes):
             self._is_suspect = True
@@ -163,8 +166,8 @@ class Client:
     ) -> list[int]:
         """Moves values between the pool and memory; returns the codes.
 
-        Nothing uses the memory any more when it returns.
-        config: of a put; None for a get.
+        When it returns, no transfer uses the memory any more.
+        config: how the library keeps the values of a put; None for a get.
         """
         began = time.monotonic()
         values = list(keys), list(addresses), list(sizes)
@@ -180,9 +183,9 @@ class Client:
         return codes
 
     def _end_transfers(self, raw: Raw) -> None:
-        """Closes a connection whose transfers may go on, when no call runs on it any more.
+        """Closes a connection whose transfers may go on, once no other call runs on it.
 
-        Until then calls are refused. The next one makes another connection.
+        Until then calls are refused. The call after that makes a new connection.
         """
         log.warning("%s: a call was given up and may be under way: it is ended", self._label)
         self.codes[ENDED] += 1
@@ -191,17 +194,17 @@ class Client:
                 self._raw = None
                 self._suspended = raw
             self._changed.wait_for(lambda: not (self._suspended is raw and self._began))
-            if self._suspended is not raw:  # another call of it has closed it
+            if self._suspended is not raw:  # another call has closed the connection
                 return
             self._close_raw(raw)
             self._suspended = None
             self._changed.notify_all()
 
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
-        """Waits for running calls, then closes the library's object. Twice is fine.
+        """Waits for running calls, then closes the library's object. May be called twice.
 
         Ends within `close_s`, unless the library keeps Python's lock for longer. The object is set
-        aside where closing it would hang: calls still run, or the server does not answer. A
+        aside if closing it would hang, because calls still run or the server does not answer. A
         suspended object is closed by the call that suspended it.
         """
         if not self.lifecycle.end():
@@ -271,10 +274,10 @@ _aside: list[Raw | Client] = []
 def close_together(
     clients: Sequence[Client], drain_s: float = DRAIN_S, close_s: float = CLOSE_S
 ) -> None:
-    """Closes all of them within `close_s`; in it the calls that run have one time to end.
+    """Closes all clients within `close_s`; all running calls share the same `drain_s` to end.
 
-    None accepts new calls from the start: one that is busy for long would else leave the others at
-    work until no time is left to wait for theirs.
+    First, every client refuses new calls. Otherwise clients would begin new calls while a busy one
+    is waited for, and no time would be left to wait for those.
     """
     for client in clients:
         client.lifecycle.refuse()
@@ -286,9 +289,9 @@ def close_together(
 def close_on_sigterm() -> None:
     """Makes SIGTERM close everything and then end the process as before.
 
-    Meant for a process that lends memory: if it dies without a word, the master keeps sending
-    others to it until the client's time to live is over. Changes nothing if the program has a
-    handler of its own, which has to close what it opened, nor outside the main thread.
+    For a process that lends memory: if it ends without closing, the master keeps sending other
+    clients to it until the process's time to live is over. Does nothing outside the main thread, or
+    if the program has its own handler, which then has to close the stores.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -297,13 +300,13 @@ def close_on_sigterm() -> None:
 
 @functools.cache
 def _set_hooks() -> None:
-    """Closes all clients before the interpreter ends, and so before the library's own ending."""
+    """Has all clients closed at the interpreter's exit, before the library ends itself."""
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=lambda: _aside.extend(list(_clients)))
 
 
 def _close_all() -> None:
-    close_together(list(_clients), 1.0, 10.0)  # much lent memory takes seconds
+    close_together(list(_clients), 1.0, 10.0)  # closing takes seconds if much memory is lent
 
 
 def _end(number: int, frame: object) -> None:

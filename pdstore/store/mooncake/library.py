@@ -60,8 +60,9 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: the segment (host:port) to put to first.
     ssd_path: a directory to which an `embedded` process moves values that its memory is too small
       for; "" means none.
-    connections: how many move values; the library copies with one thread for each (over TCP).
-    lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest of any release.
+    connections: how many connections move values. Over TCP, each has a thread of the library.
+    lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest one that any
+      release of Mooncake has.
     """
 
     master: str
@@ -138,7 +139,7 @@ VARIABLES = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
 }
-"""Values of the library's own variables that the user did not set: its defaults wait 30 s."""
+"""Values for the library's variables that the user did not set: by default it waits 30 s."""
 
 NO_ROOM = -200
 INVALID = -600
@@ -199,7 +200,7 @@ def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
 
 @contextlib.contextmanager
 def counted_from(num_done: int) -> Iterator[None]:
-    """Adds the keys that were served before to what an error of the calls inside counts."""
+    """Adds `num_done`, keys served before, to the `num_done` of an error of the calls inside."""
     try:
         yield
     except StoreError as error:
@@ -222,7 +223,7 @@ class Library:
     def connect_data(self, *, is_first: bool = True) -> Raw | int:
         """Returns an object that moves values, or the code of its setup if that failed.
 
-        is_first: False for one that lends no memory, because another of this process does.
+        is_first: False for an object that lends no memory, because another one does.
         """
         config = self._config
         segment = config.segment if is_first and config.topology == "embedded" else 0
@@ -254,7 +255,7 @@ class Library:
 
 
 def check_installed() -> None:
-    """Raises MissingExtra if there is no such package. Imports nothing."""
+    """Raises MissingExtra if Mooncake's package is not installed. Imports nothing."""
     if importlib.util.find_spec("mooncake") is None:
         raise MissingExtra(_MISSING)
 
@@ -264,7 +265,7 @@ def _load() -> ModuleType:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
         raise MissingExtra(_MISSING) from error
-    except ImportError as error:  # a shared library that it needs
+    except ImportError as error:  # a shared library that the module needs
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
         if any(name in str(error) for name in ("libibverbs", "libcurl", "libnuma")):
             remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"
@@ -278,5 +279,5 @@ def _address_towards(master: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError, TypeError):  # a name that nobody knows, or that is none
+    except (OSError, ValueError, TypeError):  # an unknown or an invalid host name
         return "127.0.0.1"

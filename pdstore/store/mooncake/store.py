@@ -42,7 +42,7 @@ _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
 _WRITER_S = 1.0  # how long to wait for another writer of the same key
 _MOST_EVICTIONS = 3
-_MOST_BYTES = 4 << 20  # of an answer; the master's /metrics has a hundredth of it
+_MOST_BYTES = 4 << 20  # read of an answer; the master's /metrics has a hundredth of that
 _MOST_KEY_BYTES = 1 << 30  # 14 million keys
 _ASKED_AT_ONCE = 64
 _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
@@ -51,17 +51,18 @@ _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.
 class MooncakeStore(Store):
     """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
-    It has two connections, each made at its first use: one to the master alone, for `match` and
-    `remove`, and one that moves values; more of the latter by `connections`, when they are needed.
-    A value stays until the master evicts it, least recently leased first; the pool's own key is
-    pinned.
+    It has two connections, each made at its first use: one only to the master, for `match` and
+    `remove`, and one that moves values. By `connections` there are more that move values, made when
+    they are needed. A value stays until the master evicts it, least recently leased first; the
+    pool's own key is pinned.
 
-    A value that is evicted, half-written, or in the memory of a process that died is a miss. A
-    master that does not answer is StoreUnavailable or StoreTimeout; until it answers again, nothing
-    calls the library, because each such call would hang for seconds. A call that the library gives
-    up before its transfers are over returns only when they are (`Client.move`).
+    A value that is evicted, half-written, or in the memory of a process that died is a miss. If the
+    master does not answer, calls raise StoreUnavailable or StoreTimeout; until it answers again,
+    nothing calls the library, because each such call would hang for seconds. If the library gives
+    up a call before its transfers have ended, the store's call returns only after they have
+    (`Client.move`).
 
-    library, server: Mooncake's library and the servers that it talks to; others are for tests.
+    library, server: make the connections to Mooncake; tests pass their own.
 
     Raises MissingExtra when the library cannot be loaded.
     """
@@ -105,7 +106,7 @@ class MooncakeStore(Store):
         return self._config.lease
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """Asks in growing windows, since keys behind a gap would be leased for nothing."""
+        """Asks for more keys each time, since keys after a gap would be leased for nothing."""
         self._lifecycle.check()
         check_call(keys)
         found, windows = 0, iter(_WINDOWS)
@@ -146,11 +147,11 @@ class MooncakeStore(Store):
     def clear(self, namespace: str) -> None:
         """Forgets a namespace in one call of the master, by force: also values that are being read.
 
-        Readers notice by verification. Half-written values stay.
+        Readers of such values notice when they verify them. Half-written values stay.
         """
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        # without ^, hashes match too
+        # without ^, the hash in a key could match as well
         [code] = self._lookup.codes_of(lambda raw: [raw.remove_by_regex(f"^{prefix}", True)])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
@@ -158,8 +159,9 @@ class MooncakeStore(Store):
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         """Asks the master's HTTP server for the default tenant's values; their ages are unknown.
 
-        That server has no password, so it often listens on its own host alone: then only that host
-        can list. It leases nothing. Values without a replica are not there, or not whole.
+        That server has no password, so it often listens only on the master's host; then only that
+        host can list values. Listing leases nothing. Values without a replica are left out, because
+        they are missing or not whole.
         """
         self._lifecycle.check()
         every = self._ask_master("/get_all_keys", _MOST_KEY_BYTES).split()
@@ -203,7 +205,7 @@ class MooncakeStore(Store):
         )
 
     def allocate(self, num_bytes: int) -> memoryview:
-        if self._memory is None or self._lifecycle.is_closed:  # in a forked child, too
+        if self._memory is None or self._lifecycle.is_closed:  # closed also in a forked child
             return super().allocate(num_bytes)
         return self._memory.allocate(num_bytes)
 
@@ -231,7 +233,7 @@ class MooncakeStore(Store):
         slots: Slots,
         move: Callable[[Sequence[BlockKey], Slots], int],
     ) -> int:
-        """Moves one batch after the other, up to one of which not all values were moved."""
+        """Moves one batch after the other, until a batch of which not all values were moved."""
         self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
@@ -251,7 +253,7 @@ class MooncakeStore(Store):
         for i, (key, size, code) in enumerate(zip(keys, slots.sizes, codes, strict=True)):
             if code == size:
                 continue
-            if code == INVALID:  # also for a value of another length, which has a size
+            if code == INVALID:  # also the code of a value of another length
                 found = self._size_of(key)
                 code = INVALID if found in (size, 0) else found
             what = f"{self.label}: get of {key}"
@@ -301,9 +303,9 @@ class MooncakeStore(Store):
         return stored
 
     def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
-        """Returns how many of the first keys are there; one call, which leases all that are.
+        """Returns how many leading keys are stored; one call, which leases all that are stored.
 
-        num_done: keys of the store's call before these, for errors.
+        num_done: how many keys of the same call came before these; it is added to errors.
         """
         for i, code in enumerate(self._exist(keys)):
             if code == 0:
@@ -323,7 +325,7 @@ class MooncakeStore(Store):
     def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:
         """Returns what the master's HTTP server answers. Raises StoreUnavailable."""
         address, problem = self._config.master_http, f"more than {most_bytes} bytes"
-        try:  # the environment's proxies are for other networks
+        try:  # proxies of the environment lead to other networks
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"http://{address}{path}", timeout=5.0) as answer:
                 body: bytes = answer.read(most_bytes + 1)

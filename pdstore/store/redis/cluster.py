@@ -1,4 +1,4 @@
-"""Servers: one redis server, or the nodes of a cluster and the way to the one that has a key."""
+"""OneServer sends commands to a redis server; Cluster sends each to the node that has its key."""
 
 # Decision: docs/decisions/030-redis-fan-out.md
 from __future__ import annotations
@@ -20,13 +20,13 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 """A command's name, the key that it is about, and its other arguments."""
 
 _ROUNDS = 3
-"""Sends of a command at most: to the node that had its slot, and to those that have it now."""
+"""Most sends of one command: to the node that had its slot, then to nodes that have it now."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
-"""Replies after which another node may have the key. A time-out is not one: it has cost enough."""
+"""Replies after which another node may have the key. Not a time-out: it cost enough time."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
-"""Replies after which another node may have the slot by the next call, or one at all."""
+"""Replies after which the slot may have another node, or a node again, by the next call."""
 
 
 class Address(NamedTuple):
@@ -37,9 +37,9 @@ class Address(NamedTuple):
 
 
 class OneServer:
-    """Sends commands to a single server, or to the master that sentinels name, as `Cluster` does.
+    """Sends commands, as `Cluster` does, but to one server, or to the master that sentinels name.
 
-    sentinels: connections to them.
+    sentinels: connections to the sentinels.
     """
 
     def __init__(self, pool: redis.ConnectionPool, *sentinels: redis.ConnectionPool) -> None:
@@ -58,13 +58,13 @@ class OneServer:
 
 
 class Cluster:
-    """Sends each command to the master of its key's slot, all of a master's in one go.
+    """Sends each command to the master of its key's slot; a master gets all its commands at once.
 
-    seeds: some nodes, of which one must answer to begin with.
-    open_pool: returns connections to a node, none of them made yet.
+    seeds: some nodes of the cluster; one of them must answer the first call.
+    open_pool: returns a pool of connections to a node, none of them connected yet.
 
-    Any thread may call it. Nothing is connected before the first call. The map of the slots is read
-    then, and again after an answer that shows it to be old.
+    Any thread may call it. The first call connects, and reads the map of the slots. The map is read
+    again after a reply that shows that it is out of date.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Cluster:
         self._map: list[Address | None] | None = None
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
-        """Returns a reply for each command, and a RedisError for one that was not answered.
+        """Returns a reply for each command; the reply is a RedisError if the command failed.
 
-        Raises RedisError where none was.
+        Raises RedisError if no node tells the map of the slots.
         """
         replies: list[object] = [None] * len(commands)
         waiting: Sequence[int] = range(len(commands))
@@ -101,7 +101,7 @@ class Cluster:
 
     def masters(self) -> Sequence[redis.Redis]:
         """Returns a client for each server that keeps keys. Raises RedisError."""
-        slots = self._read_map()  # no answer of theirs would show an old one to be old
+        slots = self._read_map()  # anew: what is asked of them would not show an old map
         return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
@@ -164,7 +164,7 @@ class Cluster:
 def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = False) -> list[object]:
     """Sends commands in one go; returns the replies, errors among them. Raises RedisError.
 
-    asking: each is preceded by ASKING, for a slot that is on its way to this node.
+    asking: True sends ASKING before each command, for a slot that is moving to this node.
     """
     pipe = client.pipeline(transaction=False)
     for command in commands:
@@ -176,7 +176,7 @@ def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = Fal
 
 
 def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
-    """Returns the master of each slot from what a node told, which may leave out its own host."""
+    """Returns the master of each slot from a node's reply, which may leave out its own host."""
     found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for start, end, (host, port, *_), *_ in told:
         address = Address(host.decode() if host else asked.host, port)

@@ -1,4 +1,4 @@
-"""Connections to redis servers from a store URL, and redis-py's errors as the store's."""
+"""Connections to redis servers from a store URL; redis-py's errors turned into StoreErrors."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _TIMEOUT_S = 5.0
 _PORT, _SENTINEL_PORT = 6379, 26379
 
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
-_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # whatever key it was for
+_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # not about one key
 _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
-    # of redis-py's, the special before the general; ReadOnlyError: a master became a replica
+    # redis-py's errors, the special ones first; ReadOnlyError: a master became a replica
     (AuthenticationError, AuthorizationError, NoPermissionError): StoreDenied,
     (OutOfMemoryError,): StoreFull,
     (redis.TimeoutError,): StoreTimeout,
@@ -72,7 +72,7 @@ _REMEDIES = {
         "see user and password in PDSTORE_STORE: a password alone is {scheme}://:PASSWORD@{host}"
     ),
 }
-"""Changes that help, by words of redis-py or of a server."""
+"""Remedies, by words in an error of redis-py or of a server."""
 
 Servers: TypeAlias = OneServer | Cluster
 
@@ -80,7 +80,7 @@ Servers: TypeAlias = OneServer | Cluster
 def _parts_of(scheme: str) -> tuple[bool, str]:
     """Returns whether a scheme speaks TLS, and its kind: `valkeys+cluster` is TLS to a cluster.
 
-    Valkey speaks redis' protocol: its schemes are other names for the same.
+    Valkey speaks redis' protocol: its schemes are other names for redis' schemes.
     """
     name, _, kind = scheme.partition("+")
     return name in ("rediss", "valkeys"), kind
@@ -99,7 +99,7 @@ def open_servers(url: StoreURL) -> Servers:
 
 
 def _options(url: StoreURL) -> dict[str, Any]:
-    # keeps redis-py from CLIENT SETINFO, which few users may call
+    # keeps redis-py from sending CLIENT SETINFO, which few users may send
     old = {"lib_name": None, "lib_version": None}
     driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else old
     return {
@@ -112,7 +112,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
         "protocol": 2,
         "redis_connect_func": _connect_and_ping,
         "max_connections": 4096,
-        # hiredis, where it is installed, reads twice as fast, but copies what it sends
+        # an installed hiredis reads twice as fast, but would copy what is sent
         "command_packer": PythonRespSerializer(256 << 10, _encode),
         **driver,
     }
@@ -175,7 +175,7 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
 
 
 def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
-    """Returns the URL's hosts, and takes all but the first out of it."""
+    """Returns the URL's hosts, and takes all but the first out of the URL."""
     others, url.more_hosts = url.more_hosts, ()
     found = [Address(host, of_host or port) for host, of_host in others]
     return [Address(url.host or "localhost", url.port or port), *found]
@@ -194,7 +194,7 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
     kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
     remedy = _remedy(label, error)
     about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    words = str(error).partition(" : <")[0].rstrip(". ")  # without redis-py's objects
+    words = str(error).partition(" : <")[0].rstrip(". ")  # without the objects redis-py appends
     words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
     said = f"{label}: {words}{about}"
     return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
@@ -202,7 +202,7 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
 
 @contextlib.contextmanager
 def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
-    """Turns redis-py's errors inside into the store's, also those of a reply it cannot read."""
+    """Turns redis-py's errors inside into StoreErrors, also its errors about unreadable replies."""
     try:
         yield
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -210,7 +210,7 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
 
 
 def _remedy(label: str, error: RedisError) -> str:
-    """Returns what to change, where an error tells."""
+    """Returns what to change; an empty text if the error does not tell."""
     said = str(error)
     scheme, _, place = label.partition("://")
     place = place.rpartition("@")[2]
@@ -240,9 +240,10 @@ def _encode(argument: str | int | bytes | memoryview) -> bytes | memoryview:
 
 
 def _connect_and_ping(connection: redis.Connection) -> None:
-    """Reads what a server with too many clients says before it hangs up, and TLS 1.3's tickets.
+    """Prepares a new connection, and sends a PING, whose reply is read after all that came before.
 
-    hiredis takes the tickets of a session for a reply to nothing.
+    That may be the error of a server with too many clients, which then hangs up, or the session
+    tickets of TLS 1.3, which hiredis would take for a reply to no command.
     """
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]

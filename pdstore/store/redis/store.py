@@ -1,4 +1,4 @@
-"""RedisStore: a value per block in a redis server or in the nodes of a cluster."""
+"""RedisStore: keeps each value in a redis server, or in a node of a redis cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdstore.store.redis.cluster import Command
 from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
 from pdstore.store.url import StoreURL
 
-_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # what is read is copied while it is in the cache
+_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # small reads are copied while in the CPU's cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
 _POLICY = "maxmemory-policy"
@@ -27,23 +27,23 @@ _REPLIES: dict[object, type | tuple[type, ...]] = {
     "GET": (bytes, type(None)),
 }
 """Types of the replies that are read."""
-_SCAN_KEYS = 1024  # one command looks at, and all other clients wait for it
+_SCAN_KEYS = 1024  # that one command looks at while all other clients wait
 
 
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` is the same. A cluster spreads a prompt's values over its nodes, and a call asks
+    `valkey://` means the same. A cluster spreads a prompt's values over its nodes, and a call asks
     each node once.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
-    `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only where the server does not
-    evict (`maxmemory-policy noeviction`), which is asked at the first match. Elsewhere use a
-    `volatile-` policy, so that the pool's id stays.
+    `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only if the server does not
+    evict (`maxmemory-policy noeviction`); the first match asks the server for its policy. For a
+    server that evicts, use a `volatile-` policy, so that the pool's id stays.
 
-    The user needs GET, SET, EXISTS, EXPIRE, UNLINK, PING, CLUSTER SLOTS in a cluster,
-    SCAN for `clear`, CONFIG GET for leases, and to look around MEMORY USAGE, OBJECT IDLETIME,
-    STRLEN and INFO.
+    The user must be allowed GET, SET, EXISTS, EXPIRE, UNLINK and PING; CLUSTER SLOTS in a cluster;
+    SCAN for `clear`; CONFIG GET for leases; and for listings MEMORY USAGE, OBJECT IDLETIME, STRLEN
+    and INFO.
     """
 
     def __init__(self, label: str, servers: Servers, settings: Settings) -> None:
@@ -64,7 +64,7 @@ class RedisStore(Store):
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        open_servers(url)  # which connects to none
+        open_servers(url)  # without connecting
 
     @property
     def lease_s(self) -> float:
@@ -91,7 +91,7 @@ class RedisStore(Store):
         return n
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks for all keys in one round trip, which renews none."""
+        """Asks for all keys in one round trip; renews no lease."""
         self._enter(keys)
         return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
@@ -124,7 +124,7 @@ class RedisStore(Store):
         list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace. Values that are stored meanwhile go if the scan still meets them."""
+        """Forgets a namespace. A value stored meanwhile goes only if the scan still meets it."""
         for page in self._pages(prefix_of(namespace)):
             list(self._replies([("UNLINK", key) for key in page]))
 
@@ -137,7 +137,7 @@ class RedisStore(Store):
             sizes = self._replies([("MEMORY USAGE", key, "SAMPLES", 0) for key in new])
             ages_s = self._ask([("OBJECT IDLETIME", key) for key in new]) if new else []
             for key, size, age_s in zip(new, sizes, ages_s, strict=True):
-                if isinstance(size, int):  # else it is gone
+                if isinstance(size, int):  # else the value is gone
                     # under an LFU policy there is no idle time, but an error
                     yield StoredValue(key, size, float(age_s) if isinstance(age_s, int) else None)
 
@@ -147,7 +147,7 @@ class RedisStore(Store):
         return length or None  # no value is empty
 
     def room(self) -> Room:
-        """Adds up the room of all servers; no limit is known unless each has one."""
+        """Adds up the room of all servers; there is no limit unless each server has one."""
         self._lifecycle.check()
         with named_errors(self.label, "INFO"):
             told = [client.info() for client in self._servers.masters()]
@@ -162,7 +162,7 @@ class RedisStore(Store):
             )
 
     def close(self) -> None:
-        """Closes idle connections; calls that are under way close theirs when they end."""
+        """Closes idle connections; running calls close their connections when they end."""
         if self._lifecycle.end():
             self._servers.disconnect()
 
@@ -171,7 +171,7 @@ class RedisStore(Store):
         check_call(keys, slots)
 
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
-        """Yields some keys with a prefix at a time; one of an earlier page may come again."""
+        """Yields lists of keys with a prefix; a key of an earlier list may come again."""
         self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         with named_errors(self.label, prefix):
@@ -187,10 +187,10 @@ class RedisStore(Store):
                     yield [BlockKey(name.decode("ascii", "replace")) for name in names]
 
     def _replies(self, commands: Sequence[Command], num_done: int = 0) -> Iterator[Any]:
-        """Sends a command for each key from number `num_done` on; yields their replies.
+        """Sends commands, one for each key; yields their replies. num_done: the first key's number.
 
-        Raises StoreError, each in its turn, so whoever stops at a missing key meets none of a later
-        one.
+        An error among the replies is raised, as a StoreError, only when its turn comes: so a caller
+        that stops at a missing key meets no error of a later key.
         """
         if not commands:
             return
@@ -202,7 +202,7 @@ class RedisStore(Store):
             yield reply
 
     def _ask(self, commands: Sequence[Command], num_done: int = 0) -> list[object]:
-        """Returns the servers' replies, errors among them. Raises StoreError for none."""
+        """Returns the servers' replies, errors among them. Raises StoreError if there are none."""
         self._lifecycle.check(num_done)
         try:
             with named_errors(self.label, commands[0][1], num_done):
@@ -216,13 +216,13 @@ class RedisStore(Store):
         try:
             with named_errors(self.label, "CONFIG GET"):
                 policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
-        except StoreError as error:  # hosted servers keep CONFIG for themselves
+        except StoreError as error:  # hosted servers often refuse CONFIG
             return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
 
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:
-    """Yields ranges of neighbours of at most `most_bytes`, or of one value that is larger."""
+    """Yields ranges of values of at most `most_bytes`; a larger value has its own range."""
     start, num_bytes = 0, 0
     for i, size in enumerate(sizes):
         if num_bytes and num_bytes + size > most_bytes:

@@ -1,4 +1,4 @@
-"""StoreTests: the Store contract as tests, for every store, ours and others'."""
+"""StoreTests: the Store contract as tests, for pdstore's stores and for any other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class StoreTests(CallTests, ClearTests, ConcurrencyTests, PressureTests, ListTes
                 with contextlib.closing(MyStore(tmp_path)) as store:
                     yield store
 
-    Keys are new in every test, so the pool may be one that other tests use too. More can be given:
+    Keys are new in every test, so other tests may use the same pool. A subclass may also have:
 
     - fixture `peer(self, store)`: a second store on the same pool, as another process has it;
-    - fixture `small_store(self)`: one with room for 16 to 64 values of 64 KiB, for the tests of
+    - fixture `small_store(self)`: a store with room for 16 to 64 values of 64 KiB, for the tests of
       eviction and leases, which are skipped without it;
-    - method `write_raw(self, store, key, data)`: plants a value of any length behind the store;
+    - method `write_raw(self, store, key, data)`: puts a value of any length into the pool, not by
+      the store;
     - `clears_under_readers = True` for a store whose `clear` frees the memory that a `get` reads
-      from, so that what was read beside one may be anything;
-    - `deadline_s`: how long anything may take.
+      from, so that a value that is read during a `clear` may be anything;
+    - `deadline_s`: seconds that a test may wait for anything.
     """
 
     @pytest.fixture

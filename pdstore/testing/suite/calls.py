@@ -46,13 +46,14 @@ every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
 
 class CallTests:
-    """Values come back whole and unchanged; every result is "the first n".
+    """Values come back whole and unchanged; every result n means "the first n".
 
-    A missing key is a number, a bad argument a ValueError, and the caller's memory its own.
+    A missing key makes n smaller, a bad argument raises ValueError, and the store keeps none of the
+    caller's memory.
     """
 
     def write_raw(self, store: Store, key: BlockKey, data: bytes) -> None:
-        """Plants a value behind the store's back; override it where that is possible."""
+        """Puts a value into the pool without the store; override it if that is possible."""
         pytest.skip("this store's suite has no `write_raw`")
 
     def test_every_user_of_the_pool_gets_what_was_put(self, store: Store, peer: Store) -> None:
@@ -73,7 +74,7 @@ class CallTests:
         assert_stored(store, keys, [second[0], *first[1:4], *second[4:]])
 
     def test_put_does_not_keep_the_callers_memory(self, store: Store) -> None:
-        """Nor does `get` lend the store's."""
+        """`get` does not lend the store's memory either."""
         keys = fresh_keys(2)
         values = contents(keys, SIZE)
         slots = filled_slots(values)
@@ -90,7 +91,7 @@ class CallTests:
         assert_stored(store, keys, values)
 
     def test_the_ith_value_goes_with_the_ith_slot_and_no_byte_beside_it(self, store: Store) -> None:
-        keys = tuple(fresh_keys(4))  # any sequence will do
+        keys = tuple(fresh_keys(4))  # keys may be any sequence
         values = [content(key, size) for key, size in zip(keys, (SIZE, 100, 1, 7), strict=True)]
         assert store.put(keys, filled_slots(values, slot_bytes=SIZE, numbers=(6, 0, 3, 1))) == 4
         assert store.match(keys) == 4
@@ -160,7 +161,7 @@ class CallTests:
         assert store.match(keys[1:2]) == 0
 
     def test_a_removed_key_takes_new_bytes(self, store: Store) -> None:
-        """Also of another length: so a value that was too short is healed."""
+        """New bytes may have another length, so that a value that was too short is healed."""
         keys, _ = put_new(store, 3, SIZE - 1)
         store.remove(keys)
         assert [store.match([key]) for key in keys] == [0, 0, 0]
@@ -260,7 +261,7 @@ class CallTests:
 
 
 class ClearTests:
-    """A namespace is blocks of any group and shard, tails and markers."""
+    """`clear` forgets a namespace: blocks of any group and shard, tails and markers."""
 
     deadline_s: ClassVar[float] = 30.0
     clears_under_readers: ClassVar[bool] = False
@@ -271,7 +272,7 @@ class ClearTests:
 
     @pytest.fixture
     def pool_id(self, store: Store) -> Iterator[None]:
-        """The pool has an id; it is not ours to remove if it had one already."""
+        """Gives the pool an id; removes it at the end unless the pool had an id before."""
         had_one = store.match([POOL_ID_KEY]) == 1
         put(store, [POOL_ID_KEY], [content(POOL_ID_KEY, 64)])
         yield
@@ -301,7 +302,7 @@ class ClearTests:
     def test_clear_leaves_all_other_keys(self, store: Store, namespace: str) -> None:
         other = secrets.token_hex(16)
         kept = [key for near in (*_neighbours(namespace), other) for key in _one_of_each(near)]
-        kept += [  # keys that name the namespace elsewhere
+        kept += [  # keys that contain the namespace in another place
             BlockKey(f"pds1:{other}:0:0:{namespace}"),
             BlockKey(f"pds1:{other}:0:0:{namespace}:partial:3"),
             BlockKey(f"pds1:{other}:handoff:{namespace}:0:done"),
@@ -346,7 +347,7 @@ class ClearTests:
 
         def write() -> None:
             while not done.is_set():
-                with contextlib.suppress(StoreFull):  # a put looks afterwards, and all was gone
+                with contextlib.suppress(StoreFull):  # a store that looks after a put may find none
                     put(peer, keys, values)
 
         def read() -> None:

@@ -36,7 +36,7 @@ SMALL = 4096
 class ConcurrencyTests:
     """A value appears whole or not at all, and calls do not mix.
 
-    A store ends when it is told to, in bounded time, and only in its own process.
+    A store closes when it is told to, in limited time, and only in its own process.
     """
 
     deadline_s: ClassVar[float] = 30.0
@@ -131,7 +131,7 @@ class ConcurrencyTests:
         assert store.match([key]) == 0
 
     def test_calls_after_close_raise_store_closed(self, store: Store) -> None:
-        """A second `close` is fine."""
+        """A second `close` does nothing."""
         keys, _ = put_new(store, 1, 256)
         for _ in range(2):
             store.close()
@@ -183,7 +183,7 @@ class ConcurrencyTests:
 
 
 def _wait_for(store: Store, key: BlockKey, size: int, deadline_s: float) -> bytes:
-    """Waits for a key's value, and returns it. WrongLength says that it was not whole."""
+    """Waits for a key's value, and returns it. Raises WrongLength if the value is not whole."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         for value in get(store, [key], [size]):

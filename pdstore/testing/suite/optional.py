@@ -1,4 +1,4 @@
-"""Promises of some stores only: leases and eviction where room is short, and a list of values."""
+"""Tests of what only some stores promise: leases, eviction for want of room, and listings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST = 64  # more values than `small_store` has room for
 
 
 class PressureTests:
-    """A full store says so or makes room; what it promised to keep it keeps."""
+    """A full store raises StoreFull or makes room; it keeps what it has promised to keep."""
 
     @pytest.fixture
     def small_store(self) -> Store:
@@ -38,7 +38,7 @@ class PressureTests:
     def test_a_leased_value_survives_pressure(self, small_store: Store) -> None:
         keys = fresh_keys(6)
         values = contents(keys, SIZE)
-        if not small_store.lease_s:  # nothing is promised: a value may go, and not change
+        if not small_store.lease_s:  # no lease: a value may go, but must not change
             put(small_store, keys, values)
             _fill(small_store, 4 * MOST)
             found = get(small_store, keys, [SIZE] * 6)
@@ -175,7 +175,7 @@ class ListTests:
 
 
 def _fill(store: Store, count: int, until: float = math.inf) -> None:
-    """Puts values of 64 KiB, whether there is room or not, for as long as there is time."""
+    """Puts values of 64 KiB, whether there is room or not, until the time `until`."""
     for key in fresh_keys(count):
         if time.monotonic() > until:
             return

@@ -24,7 +24,7 @@ __all__ = ["BlockCopy", "BlockCopyPlan", "ReadyEvent", "Registrar", "Swap", "ope
 
 
 def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
-    """Opens the native engine where PDSTORE_NATIVE and the machine allow it, else torch.
+    """Opens a NativeSwap if PDSTORE_NATIVE and the machine allow it, else a TorchSwap.
 
     kv_caches: one entry for each of `layout.held_layers`, as `TorchSwap` takes them; kept until
       `close`.

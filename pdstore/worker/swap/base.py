@@ -1,7 +1,7 @@
 """Swap: the contract of block copies between an engine's paged cache and host memory.
 
-An engine's cache tensors are viewed as bytes, checked against the layout. TorchSwap makes the
-copies by torch: the reference implementation.
+Functions here view an engine's cache tensors as bytes, and check them against the layout. TorchSwap
+makes the copies by torch; it is the reference implementation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockCopy(NamedTuple):
-    """One copy: a part of a pool block in the paged cache, and the same bytes in host memory.
+    """One copy between a part of a stored block in the paged cache and its bytes in host memory.
 
     part: the layers and heads that are copied; one of `Layout.owned_parts`.
-    block_ids: the engine blocks that hold the pool block's tokens, in order.
-    num_tokens: tokens of the pool block; a packed page counts as one.
+    block_ids: the engine blocks that hold the stored block's tokens, in order.
+    num_tokens: tokens of the stored block; a packed page counts as one token.
     first_token: scatter leaves the tokens before it alone; a multiple of the engine's block.
-    payload: `Layout.payload_bytes(part, num_tokens)` writable bytes of host memory. They may be any
-      unless `Swap.registrar` says otherwise.
+    payload: `Layout.payload_bytes(part, num_tokens)` writable bytes of host memory. Any memory will
+      do, unless `Swap.registrar` has to pin it.
     """
 
     part: Part
@@ -42,7 +42,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockCopyPlan(NamedTuple):
-    """The path that payloads of a part with this many tokens take, and the reason."""
+    """The copy path for a part's payloads of `num_tokens` tokens, and the reason."""
 
     part: Part
     num_tokens: int
@@ -97,7 +97,7 @@ class Swap(ABC):
     """The calls that put a copying thread on the device; None takes a `CudaApi`."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if the device can wait on it; else blocks until it fires: None."""
+        """Returns `ready` if the device can wait for it; else waits here and returns None."""
         if ready is not None:
             ready.synchronize()
         return None
@@ -118,7 +118,7 @@ class Swap(ABC):
     ) -> Callable[[], None]:
         """Starts a scatter. The returned function waits for its end and raises its error.
 
-        It must be called once; until it returns, payloads and paged cache must stay as they are.
+        Call that function once; until it returns, payloads and paged cache must stay as they are.
         """
         self.scatter(copies, ready)
         return _nothing
@@ -141,7 +141,7 @@ class Swap(ABC):
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - TorchSwap has nothing to free
-        """Frees the engine; no copy may run or follow. Idempotent."""
+        """Frees the engine; no copy may run or follow. May be called again."""
 
 
 def _nothing() -> None:

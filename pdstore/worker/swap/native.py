@@ -38,7 +38,7 @@ DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
 
 Packed: TypeAlias = tuple[bytes, bytes]
-"""Copies in the engine's form, items and block ids; their payloads must stay alive."""
+"""Copies as the engine's items and block ids; the memory of their payloads must stay alive."""
 
 
 class RelaxedCudaApi(CudaApi):
@@ -98,7 +98,7 @@ class NativeSwap(Swap):
         return self._engine
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns a CUDA event, which the device waits for; blocks for any other."""
+        """Returns a CUDA event, for which the device waits; blocks for any other event."""
         if ready is None:
             return None
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
@@ -127,7 +127,8 @@ class NativeSwap(Swap):
         """Starts a copy; the cache's blocks and the payloads must stay as they are until its end.
 
         stream: handle of a CUDA stream; the copy begins after the work it has queued.
-        ready: handle of a CUDA event that the copy waits for; it must live until the end.
+        ready: handle of a CUDA event that the copy waits for; it must live until the copy has
+          ended.
         Raises SwapError if the stream is being captured into a graph.
         """
         return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
@@ -154,9 +155,9 @@ class NativeSwap(Swap):
         first_tokens: Sequence[int],
         payloads: Iterable[int],
     ) -> Packed:
-        """Packs the descriptions of copies, given by columns; parts are of this rank.
+        """Packs copies that are given as columns; the parts must be owned by this rank.
 
-        payloads: addresses; 0 for a call that sets them itself.
+        payloads: addresses; 0 for a call of the library that sets the addresses itself.
         """
         items = self.pack_items(payloads, parts, num_tokens, first_tokens, map(len, block_ids))
         return items, array("q", chain.from_iterable(block_ids)).tobytes()
@@ -169,7 +170,7 @@ class NativeSwap(Swap):
         first_tokens: Sequence[int],
         num_block_ids: Iterable[int],
     ) -> bytes:
-        """Packs the columns of copies beside their block ids, of which each has so many."""
+        """Packs all columns of copies but their block ids; `num_block_ids` counts those of each."""
         numbers = map(self._parts.__getitem__, parts)
         columns = payloads, numbers, num_tokens, first_tokens, num_block_ids
         return b"".join(map(_ITEM.pack, *columns))
@@ -203,7 +204,7 @@ class NativeSwap(Swap):
         self._library.unregister(self._ordinal, address)
 
     def add_host(self, address: int, num_bytes: int) -> None:
-        """Adds a range; from then on every payload must lie within one range."""
+        """Adds a range of memory; from then on every payload must lie within one such range."""
         self._engine.add_host(address, num_bytes)
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
@@ -234,7 +235,7 @@ class NativeSwap(Swap):
         return int(event.cuda_event) if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
 
     def finish(self, ticket: Ticket) -> None:
-        """Waits for a copy, without a bound: until the end the device may write to the payloads."""
+        """Waits for a copy without a time limit: until its end the device may use the payloads."""
         while not ticket.wait(_WAIT_S):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 
@@ -246,7 +247,7 @@ class NativeSwap(Swap):
         )
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
-        """The part's cache tensors, each from the part's first head on; K before V."""
+        """Returns the part's cache tensors, each from the part's first head on; K before V."""
         first_head = self._layout.heads_of(part).start
         regions = []
         for n, layer in enumerate(self._layout.groups[part.group]):
