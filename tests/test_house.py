@@ -29,19 +29,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 20_500,
+    "lines": 20_700,
     "files": 109,
     "small modules": 0,
-    "statements": 12_450,
+    "statements": 12_700,
     "classes": 220,
     "protocols": 8,
     "packed assignments": 0,
     "modules in circles": 0,
     "overloaded method names": 0,
-    "lines of native sources": 4_800,
+    "lines of native sources": 5_000,
     "lines of tests": 31_300,
     "nightly marks": 35,
-    "lines of benchmarks, examples and integrations": 16_300,
+    "lines of benchmarks, examples and integrations": 17_200,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

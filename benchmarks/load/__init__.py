@@ -1,1 +1,1 @@
-"""What one engine serves under load with each KV connector, over HTTP, side by side."""
+"""Load over HTTP: an engine with each KV connector, side by side."""

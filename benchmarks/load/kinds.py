@@ -38,7 +38,7 @@ class Instance:
 
 
 class Kind(NamedTuple):
-    """What is started for one kind, and how it is asked.
+    """The servers of one kind, and the way to ask them.
 
     service: the command of a server beside the engines, and the port where it listens.
     gpu: tokens of the engine's own cache, where it is not the workload's.

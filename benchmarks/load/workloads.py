@@ -1,4 +1,4 @@
-"""The workloads: what users ask, when, and how long it is, all drawn from a seed."""
+"""Workloads: questions, their lengths and their times, all drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest, read_trace
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a workload is, and its instance. Lengths are tokens.
+    """Sizes of a workload and of the instance that serves it. Lengths are tokens.
 
     users: who ask at once, in a closed loop.
     document: the median of what each user brings along, behind `system`, which all share.
@@ -57,7 +57,7 @@ class Sizes:
 
 
 class Plan(NamedTuple):
-    """What a run draws its prompts from."""
+    """The source of a run's prompts."""
 
     sizes: Sizes
     seed: int
