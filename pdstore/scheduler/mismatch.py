@@ -53,7 +53,7 @@ _OTHER_WEIGHTS = (
 
 
 class MismatchLog:
-    """Logs a message once in `silence_s` seconds, and any message at most every `pause_s`."""
+    """Logs one message at most once in `silence_s` seconds, and all together one in `pause_s`."""
 
     def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0) -> None:
         self._silence_s = silence_s

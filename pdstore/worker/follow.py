@@ -70,8 +70,8 @@ class _Lane:
 class Follow(Waiter):
     """One load that follows a hand-off. It is added to a `KeyWatch`.
 
-    It ends when all blocks are loaded, when P has stored all of them or has failed, or when P has
-    died: after that, missing blocks will not come.
+    It goes on until all blocks are found, or until P has said `done` or `failed`, or has died: a
+    block that is missing then will not come. What was found is loaded in any case.
 
     stall_s: the load ends when P has stored nothing more for so long.
     wake: tells the queue that the load has more to do, or nothing more.

@@ -1,24 +1,20 @@
-"""Heartbeat: tells D that P lives. MarkWork: tells D that P has begun or has failed."""
+"""Heartbeat: tells D that P lives."""
 
 # Decision: docs/decisions/013-heartbeat.md
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.handoff import PERIOD_S, RING, HandoffId, beat_key
-from pdstore.format.keys import BlockKey, Namespace
+from pdstore.format.keys import Namespace
 from pdstore.format.layout import Layout
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
 from pdstore.threads import Deadline, Ticker, call_or
-from pdstore.worker.job import ChildJob, Shortfall, Work
-from pdstore.worker.movers import Mover
 
 _SLOT_BYTES = 4096
 
@@ -88,15 +84,3 @@ class Heartbeat:
                 self._numbers[instance] = (number + 1) % RING
                 call_or(partial(put_beat, self._store, self._namespace, instance, number), None)
         return max(0.0, began + self._period_s - time.monotonic())
-
-
-@dataclass(eq=False)
-class MarkWork(Work):
-    """Stores markers of a hand-off, and nothing else."""
-
-    mover: Mover
-    markers: Mapping[BlockKey, block.Header]
-
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        reason = self.mover.mark(child, self.markers)
-        return None if reason is None else Shortfall(reason)

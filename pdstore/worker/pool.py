@@ -25,12 +25,12 @@ from pdstore.store.watch import KeyWatch
 from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import Heartbeat, MarkWork
+from pdstore.worker.heartbeat import Heartbeat
 from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
 from pdstore.worker.load import LoadWork
 from pdstore.worker.movers import open_mover
-from pdstore.worker.save import OpenSave, RunningSaves, SaveWork
+from pdstore.worker.save import MarkWork, OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
 from pdstore.worker.values import RANGE_BYTES, PromptBlocks, Tables, bytes_of

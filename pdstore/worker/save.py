@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pdstore.errors import JobResult, Reason, SaveFailed, StoreError
+from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
 from pdstore.threads import Deadline
@@ -192,6 +193,18 @@ class SaveWork(Work):
                 for shard, key in keys.items()
             },
         )
+
+
+@dataclass(eq=False)
+class MarkWork(Work):
+    """Stores markers of a hand-off, and nothing else."""
+
+    mover: Mover
+    markers: Mapping[BlockKey, block.Header]
+
+    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+        reason = self.mover.mark(child, self.markers)
+        return None if reason is None else Shortfall(reason)
 
 
 class OpenSave:

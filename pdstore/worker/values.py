@@ -78,14 +78,14 @@ class Values:
     """Values of a prompt in key order; the i-th entry of each column is of the i-th value.
 
     keys: of the store.
-    starts: the first bytes of the values, `block.start_of` their headers.
+    starts: the first bytes of each value, as `block.start_of` makes them of its header.
     sizes: bytes, headers included.
     numbers: the numbers of their blocks in the prompt.
     parts: the layers and heads that they hold.
     block_ids: the engine blocks that hold their blocks' tokens.
-    num_cells: tokens of their blocks as block copies see them.
-    num_counted: tokens of the block for the first of its values on this rank, 0 for the block's
-      other values: so a sum over values counts each block once.
+    num_cells: the number of each block's tokens for block copies: 1 for pages, which are one piece.
+    num_counted: the tokens of a block at its first value on this rank, and 0 at its other values:
+      so a sum over all values counts each block once.
     """
 
     keys: Sequence[BlockKey]

@@ -138,10 +138,11 @@ def _view_of(name: str, cache: Any) -> torch.Tensor:
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
-    """Returns the layers that are complete once the model has computed them; none if unsure.
+    """Returns the layers that a step computes a single time: their KV can be saved right then.
 
-    vLLM computes a layer once for each microbatch, and a draft model's layer once for each drafted
-    token. With microbatches or drafts, layers are complete only at the end of a step.
+    Returns no layers with microbatches, because vLLM computes a layer for each of them; nor with a
+    draft model, whose layers it computes for each drafted token. Then KV is complete at the end of
+    the step.
     """
     parallel = vllm_config.parallel_config
     splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)

@@ -173,7 +173,7 @@ def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
 def caches_as_bytes(
     layout: Layout, kv_caches: Sequence[LayerCache]
 ) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Views the cache tensors of each layer that this rank holds as bytes, by the layer's number.
+    """Returns byte views of the cache tensors of each layer on this rank, by the layer's number.
 
     Raises LayoutError if they do not fit.
     """

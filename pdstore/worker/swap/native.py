@@ -170,7 +170,10 @@ class NativeSwap(Swap):
         first_tokens: Sequence[int],
         num_block_ids: Iterable[int],
     ) -> bytes:
-        """Packs all columns of copies but their block ids; `num_block_ids` counts those of each."""
+        """Packs every column of block copies except the block ids.
+
+        num_block_ids: how many block ids each copy has.
+        """
         numbers = map(self._parts.__getitem__, parts)
         columns = payloads, numbers, num_tokens, first_tokens, num_block_ids
         return b"".join(map(_ITEM.pack, *columns))
