@@ -9,7 +9,10 @@
 namespace pds {
 namespace {
 
-constexpr std::chrono::microseconds kAskAgain{100};  // between questions whether the model is done
+// How often the device is asked whether the model has come far enough: each question keeps the
+// driver from the model's thread, so the longer a wait has been, the rarer.
+constexpr std::chrono::microseconds kAskAgain{100}, kAskAgainLate{1'000};
+constexpr int kAskAgainPart = 16;  // of the time waited so far
 constexpr int64_t kBytesPerUs = 55'000;              // of a link; a slower one is waited for longer
 
 int64_t now_ns() {
@@ -109,6 +112,7 @@ bool Pump::is_due(Job &job) {
 // waits for the model stays queued: in a lane it would hold up the jobs after it.
 JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
+  int64_t began = 0;
   for (;;) {
     if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
     late_.clear();
@@ -120,7 +124,9 @@ JobPtr Pump::next_due() {
       return job;
     }
     if (queue_.empty() || is_busy()) return nullptr;
-    changed_.wait_for(lock, kAskAgain);
+    if (began == 0) began = now_ns();
+    const std::chrono::nanoseconds part{(now_ns() - began) / kAskAgainPart};
+    changed_.wait_for(lock, std::clamp<std::chrono::nanoseconds>(part, kAskAgain, kAskAgainLate));
   }
 }
 

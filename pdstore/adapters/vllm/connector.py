@@ -206,6 +206,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
         With speculative decoding, vLLM ends a step only on the last pipeline stage.
         """
+        self.worker.begin_loads()
         self.worker.open_saves.end_step()
 
     @degrades(lambda: None)
@@ -241,6 +242,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: (set(), set()))
     def _end_loads(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        self.worker.begin_loads()
         return self.worker.end_loads(finished_req_ids)
 
     @degrades(set)

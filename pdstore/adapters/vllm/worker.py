@@ -74,6 +74,7 @@ class PDStoreConnectorWorker:
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
+        self._queued: list[LoadSpec] = []  # loads that have not begun
         self._loads: dict[str, _Running[LoadSpec]] = {}  # by request
         self._saves: dict[int, _Running[SaveSpec]] = {}  # by number
         self._bad_blocks: set[int] = set()
@@ -161,23 +162,31 @@ class PDStoreConnectorWorker:
     @property
     def is_idle(self) -> bool:
         """True if no load and no save is running or still to be reported."""
-        return not (self._loads or self._saves)
+        return not (self._queued or self._loads or self._saves)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Starts the loads of a step, and aborts hand-offs. Called in every step."""
+        """Marks aborted hand-offs, and starts the loads of a step. Called in every step.
+
+        A load that need not wait for a step begins when this one is launched: before that, its
+        workers would take Python's lock from the thread that launches it.
+        """
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
-        for spec in metadata.loads:  # all of them are reported, even if starting one fails
+        self._queued += metadata.loads
+        if not self.loads_at_once:
+            self.begin_loads()  # behind what is queued now, and so not behind this step
+
+    def begin_loads(self) -> None:
+        """Begins the loads that wait for their step's launch."""
+        queued, self._queued = self._queued, []
+        ready = AT_ONCE if self.loads_at_once else None
+        for spec in queued:  # all of them are reported, even if starting one fails
             running = self._loads[spec.request_id] = _Running(spec)
             if (plan := spec.plan) is not None:
                 with self._starting(running, Direction.LOAD):
-                    rows = self._rows(spec.block_ids)
+                    rows, first = self._rows(spec.block_ids), plan.first_token
                     running.job = self.pool.load(
-                        plan.keys,
-                        rows,
-                        first_token=plan.first_token,
-                        ready=AT_ONCE if self.loads_at_once else None,
-                        follow=plan.follow,
+                        plan.keys, rows, first_token=first, ready=ready, follow=plan.follow
                     )
                     running.job.on_end(running.job_ended)
 

@@ -147,6 +147,7 @@ def connector(instance, monkeypatch):
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both"),
         parallel_config=SimpleNamespace(world_size=1),
+        max_concurrent_batches=1,
         cache_config=SimpleNamespace(),
         model_config=SimpleNamespace(),
     )

@@ -47,6 +47,7 @@ class Engine:
             parallel_config=SimpleNamespace(
                 world_size=1, data_parallel_size=1, pipeline_parallel_size=1
             ),
+            max_concurrent_batches=1,
             cache_config=SimpleNamespace(),
             model_config=SimpleNamespace(max_model_len=512),
         )

@@ -23,6 +23,12 @@ def begin_saves(worker, *saves):
     worker.start_saves(PDStoreConnectorMetadata(saves=list(saves)))
 
 
+def begin_loads(worker, *loads, aborted=()):
+    """Starts loads in a step that is launched then."""
+    worker.start_loads(PDStoreConnectorMetadata(loads=list(loads), aborted_handoffs=list(aborted)))
+    worker.begin_loads()
+
+
 def save(worker, *saves):
     """Saves in a step whose layers are not reported."""
     begin_saves(worker, *saves)
@@ -46,7 +52,7 @@ def test_a_save_is_released_once_and_then_forgotten(worker, instance):
 
 def load(worker, spec):
     """Loads; returns whether the load has failed."""
-    worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
+    begin_loads(worker, spec)
     [(loaded, failed)] = eventually(lambda: [each for each in [worker.end_loads()] if each[0]])
     assert loaded == {"request"}
     return failed == {"request"}
@@ -73,7 +79,7 @@ def test_a_load_reports_the_blocks_that_it_did_not_fill(
 def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
     keys, missing = instance.cache.keys(range(200)), HandoffId.new()
     spec = LoadSpec("request", LoadPlan(keys, 0, 200, missing), [IDS])
-    worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
+    begin_loads(worker, spec)
     assert worker.end_loads() == (set(), set()), "its blocks are written until it has ended"
     eventually(lambda: worker.end_loads({"request"})[0])
     [end] = worker.pop_report().ended
@@ -99,13 +105,18 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     ],
     ids=["no overlap", "kept by vLLM", "not kept in a producer", "a producer", "a window"],
 )
-def test_a_load_waits_for_a_step_that_may_use_its_blocks(
+def test_a_load_that_waits_for_no_step_begins_behind_the_launch_of_its_own(
     worker, instance, config, windows, at_once
 ):
     object.__setattr__(instance.namespace, "windows", windows)
     worker.vllm_config = vllm_config(**config)
     worker.use_pool(instance.pool)
-    assert worker.loads_at_once is at_once
+    keys = instance.cache.keys(range(200))
+    spec = LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])
+    worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
+    assert instance.pool.num_jobs == (not at_once), "it begins when its step is launched"
+    worker.begin_loads()
+    eventually(lambda: worker.end_loads()[0])
 
 
 def test_vllm_keeps_blocks_until_the_step_in_flight_is_over():
@@ -156,7 +167,7 @@ def test_what_cannot_begin_takes_nothing_else_with_it(worker, instance, caplog):
         LoadSpec("bad", LoadPlan(keys, 0, 200), [[999] * 20]),
         LoadSpec("good", LoadPlan(keys, 0, 200), [IDS]),
     ]
-    worker.start_loads(PDStoreConnectorMetadata(loads=loads, aborted_handoffs=[aborted]))
+    begin_loads(worker, *loads, aborted=[aborted])
     ended, failed = set(), set()
 
     def are_over():
