@@ -332,6 +332,10 @@ int32_t Arena::count(pds_arena_counts *counts) {
   return locked(-1, [&](int64_t) { index_.count(counts); });
 }
 
+int32_t Arena::oldest_age(int64_t bytes, int64_t num_values, int64_t *age_ns) {
+  return locked(-1, [&](int64_t now) { *age_ns = index_.oldest_age(bytes, num_values, now); });
+}
+
 int32_t Arena::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count) {
   const int64_t first = *next;  // the body may run twice
   return locked(-1, [&](int64_t now) {

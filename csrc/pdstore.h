@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 19 };
+enum { PDS_ABI = 20 };
 
 enum {
   PDS_OK = 0,
@@ -193,6 +193,9 @@ int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int6
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
+// The age of the value that goes first for so many new ones of `bytes` each, since its last use; -1
+// if none has to go, or none may.
+int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num_values, int64_t *age_ns);
 // Up to `room` of the values, in no order, and how many. `next`: 0 at first; set to what the next
 // call takes, -1 after the last. A value that is stored or removed between calls may be missing.
 int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,

@@ -1,4 +1,4 @@
-"""What a pool that is smaller than what is in use finds: LRU, a fixed time of rest, and Admission.
+"""Hits of a pool that is smaller than what is in use: LRU, a fixed time of rest, and Admission.
 
     python -m benchmarks.trace.eviction FILE... [--json benchmarks/results/trace_eviction.json]
 
@@ -52,7 +52,7 @@ class Use(NamedTuple):
 
 
 Refuses = Callable[[Use, Use], bool]
-"""Whether a save refuses: by the oldest block's last use, and the present one."""
+"""Decides by the oldest block's last use, and the present one, whether a save is refused."""
 
 
 @cache

@@ -78,22 +78,30 @@ class _Shelf:
         with self.lock:
             self.drop([key for key in self.values if key.startswith(prefix)])
 
+    def age_of_oldest(self, num_bytes: int) -> float | None:
+        with self.lock:
+            victims = self._victims(num_bytes)
+            return self.clock() - self.values[victims[0]].used_at if victims else None
+
     def _make_room(self, num_bytes: int) -> bool:
-        if self.budget is None or self.used_bytes + num_bytes <= self.budget:
-            return True
-        now = self.clock()
-        goal, victims = self.used_bytes + num_bytes - self.budget, []
+        victims = self._victims(num_bytes)
+        if victims is None:
+            return False
+        self.drop(victims)
+        self.num_evicted += len(victims)
+        return True
+
+    def _victims(self, num_bytes: int) -> list[BlockKey] | None:
+        """Returns what goes for new bytes; None if too much is kept."""
+        now, victims = self.clock(), []
+        goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
         for key, value in self.values.items():
             if goal <= 0:
                 break
             if value.kept_until < now and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
-        if goal > 0:
-            return False
-        self.drop(victims)
-        self.num_evicted += len(victims)
-        return True
+        return victims if goal <= 0 else None
 
 
 _shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
@@ -189,6 +197,9 @@ class MemoryStore(Store):
         return Room(
             "this process's memory", shelf.used_bytes, shelf.budget, shelf.num_evicted, policy
         )
+
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        return self._enter([]).age_of_oldest(sum(sizes))
 
     def close(self) -> None:
         self._lifecycle.end()

@@ -14,8 +14,9 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
-from pdstore.store.optional import find_optional
+from pdstore.store.optional import TellsOldest, find_optional
 from pdstore.store.seal import seal_store
+from pdstore.worker.admission import Admission
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
@@ -34,16 +35,36 @@ class Mover:
 
     ends: the paged cache, and the store.
     way: how values come to the store and from it.
+    admission: decides for saves where the store tells what would go for them; None admits all.
     """
 
-    def __init__(self, ends: Ends, way: StoreEnd) -> None:
+    def __init__(self, ends: Ends, way: StoreEnd, admission: Admission | None = None) -> None:
         self.way = way
         self.ends = ends
+        self._oldest = find_optional(ends.store, TellsOldest)
+        self.admission = admission if self._oldest is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
+
+    def admits(
+        self, child: ChildJob, sizes: Sequence[int], before: Sequence[BlockKey] = ()
+    ) -> bool:
+        """Returns whether a save may put its values: they have room, or are worth what goes.
+
+        sizes: of the values. before: the keys of the block before them; a chain with a hole is
+          worth nothing.
+        """
+        if self.admission is None or self._oldest is None:
+            return True
+        with child.in_store_call():
+            oldest_s = self._oldest.oldest_age_s(sizes)
+        if oldest_s is None:
+            return True
+        is_worth_it = self.admission.admits(oldest_s)
+        return is_worth_it and (not before or self.num_matched(child, before) == len(before))
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""
@@ -96,9 +117,10 @@ def open_mover(
     # an instance that never saves cannot heal the value, and may have the wrong key itself
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     ends = Ends(layout, swap, store, metrics, removed)
+    admission = Admission() if settings.role != "prefill" else None  # whose prompts D waits for
     in_place = _in_place(ends, range_bytes, undo)
     if in_place is not None:
-        return Mover(ends, in_place)
+        return Mover(ends, in_place, admission)
     staging = Staging(
         store.allocate, layout.largest_payload_bytes, int(settings.staging), swap.registrar
     )
@@ -106,7 +128,7 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)))
+    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)), admission)
 
 
 def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPlaceEnd | None:
