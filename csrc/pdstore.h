@@ -149,7 +149,8 @@ int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *
 
 // Says for each path whether a file is there; a link counts for what it leads to.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
-// Sets files' access and modification times (ns) in turn, until one errs; follows no link.
+// Sets files' access and modification times (ns) in turn, until one errs; follows no link. The
+// modification time of each is 1 ns before that of the one before it, so that it is the older one.
 int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,
                         int64_t *num_leased, int32_t *why);
 

@@ -50,14 +50,14 @@ class _Shelf:
             self.used_bytes += len(data)
             return True
 
-    def lease(self, key: BlockKey, now: float) -> bool:
-        """Leases a value and counts it as used now. Returns False if it is not there."""
+    def lease(self, keys: Sequence[BlockKey]) -> int:
+        """Leases the first keys that are there, and counts them as used now: the first one last."""
         with self.lock:
-            value = self.values.pop(key, None)
-            if value is None:
-                return False
-            self.values[key] = _Value(value.data, now + self.lease_s, now)
-            return True
+            now = self.clock()
+            count = next((i for i, key in enumerate(keys) if key not in self.values), len(keys))
+            for key in reversed(keys[:count]):
+                self.values[key] = _Value(self.values.pop(key).data, now + self.lease_s, now)
+            return count
 
     def listed(self, prefix: str) -> list[StoredValue]:
         with self.lock:
@@ -147,9 +147,7 @@ class MemoryStore(Store):
         return self._shelf.lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        shelf = self._enter(keys)
-        now = shelf.clock()
-        return next((i for i, key in enumerate(keys) if not shelf.lease(key, now)), len(keys))
+        return self._enter(keys).lease(keys)
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         shelf = self._enter(keys)
