@@ -70,7 +70,7 @@ class Admission:
     def admits(self, oldest_s: float) -> bool:
         """Returns whether new values are worth the pool's oldest, last used `oldest_s` ago."""
         with self._lock:
-            self._oldest_s = max(self._oldest_s, oldest_s)
+            self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
             return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
 
     def _use(self, now: float, names: Iterable[bytes], *, is_save: bool) -> None:
@@ -114,7 +114,6 @@ class Admission:
             if sample[0] >= since:
                 break
             self._end(now, *self._samples.pop(name))
-        self._oldest_s *= 0.9
         if len(self._samples) < _MOST_SAMPLES // 4:
             self._names_below = min(_ALL_NAMES, 2 * self._names_below)
         while len(self._samples) > _MOST_SAMPLES:

@@ -35,36 +35,19 @@ class Mover:
 
     ends: the paged cache, and the store.
     way: how values come to the store and from it.
-    admission: decides for saves where the store tells what would go for them; None admits all.
+    admission: decides for saves where the store tells what would go for them; else all are made.
     """
 
     def __init__(self, ends: Ends, way: StoreEnd, admission: Admission | None = None) -> None:
         self.way = way
         self.ends = ends
-        self._oldest = find_optional(ends.store, TellsOldest)
-        self.admission = admission if self._oldest is not None else None
+        self.oldest = find_optional(ends.store, TellsOldest)
+        self.admission = admission if self.oldest is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many of the first keys are in the store; renews their leases."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
-
-    def admits(
-        self, child: ChildJob, sizes: Sequence[int], before: Sequence[BlockKey] = ()
-    ) -> bool:
-        """Returns whether a save may put its values: they have room, or are worth what goes.
-
-        sizes: of the values. before: the keys of the block before them; a chain with a hole is
-          worth nothing.
-        """
-        if self.admission is None or self._oldest is None:
-            return True
-        with child.in_store_call():
-            oldest_s = self._oldest.oldest_age_s(sizes)
-        if oldest_s is None:
-            return True
-        is_worth_it = self.admission.admits(oldest_s)
-        return is_worth_it and (not before or self.num_matched(child, before) == len(before))
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; nothing is copied. Raises StoreError."""

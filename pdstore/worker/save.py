@@ -129,16 +129,24 @@ class SaveWork(Work):
 
     def _admits(self, child: ChildJob) -> bool:
         """Returns whether the save may evict: the same for all of its shares, the first one's."""
-        if self.is_awaited or self.handoff is not None:
-            return True
         if self._is_admitted is None:
-            before = BlockRange(max(0, self.first_block - 1), self.first_block)
-            sizes = self.prompt.values_from(self.first_block).sizes
-            answer = self.mover.admits(child, sizes, self.prompt.values(before).keys)
+            answer = self.handoff is not None or self.is_awaited or self._is_worth_it(child)
             with self.lock:
                 if self._is_admitted is None:
                     self._is_admitted = answer
         return self._is_admitted
+
+    def _is_worth_it(self, child: ChildJob) -> bool:
+        """True if there is room, or the save is worth what goes for it and leaves no hole."""
+        admission, oldest = self.mover.admission, self.mover.oldest
+        if admission is None or oldest is None:
+            return True
+        with child.in_store_call():
+            oldest_s = oldest.oldest_age_s(self.prompt.values_from(self.first_block).sizes)
+        if oldest_s is None or not admission.admits(oldest_s):
+            return oldest_s is None
+        before = self.prompt.values(BlockRange(max(0, self.first_block - 1), self.first_block)).keys
+        return not before or self.mover.num_matched(child, before) == len(before)
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
