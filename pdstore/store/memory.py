@@ -50,14 +50,14 @@ class _Shelf:
             self.used_bytes += len(data)
             return True
 
-    def lease(self, keys: Sequence[BlockKey]) -> int:
-        """Leases the first keys that are there, and counts them as used now: the first one last."""
+    def lease(self, key: BlockKey, now: float) -> bool:
+        """Leases a value and counts it as used now. Returns False if it is not there."""
         with self.lock:
-            now = self.clock()
-            count = next((i for i, key in enumerate(keys) if key not in self.values), len(keys))
-            for key in reversed(keys[:count]):
-                self.values[key] = _Value(self.values.pop(key).data, now + self.lease_s, now)
-            return count
+            value = self.values.pop(key, None)
+            if value is None:
+                return False
+            self.values[key] = _Value(value.data, now + self.lease_s, now)
+            return True
 
     def listed(self, prefix: str) -> list[StoredValue]:
         with self.lock:
@@ -80,19 +80,19 @@ class _Shelf:
 
     def age_of_oldest(self, num_bytes: int) -> float | None:
         with self.lock:
-            victims = self._victims(num_bytes)
+            victims, _ = self._victims(num_bytes)
             return self.clock() - self.values[victims[0]].used_at if victims else None
 
     def _make_room(self, num_bytes: int) -> bool:
-        victims = self._victims(num_bytes)
-        if victims is None:
+        victims, missing = self._victims(num_bytes)
+        if missing > 0:
             return False
         self.drop(victims)
         self.num_evicted += len(victims)
         return True
 
-    def _victims(self, num_bytes: int) -> list[BlockKey] | None:
-        """Returns what goes for new bytes; None if too much is kept."""
+    def _victims(self, num_bytes: int) -> tuple[list[BlockKey], int]:
+        """Returns what goes for new bytes, and how many are missing even then: the rest is kept."""
         now, victims = self.clock(), []
         goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
         for key, value in self.values.items():
@@ -101,7 +101,7 @@ class _Shelf:
             if value.kept_until < now and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
-        return victims if goal <= 0 else None
+        return victims, goal
 
 
 _shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
@@ -147,7 +147,11 @@ class MemoryStore(Store):
         return self._shelf.lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        return self._enter(keys).lease(keys)
+        shelf = self._enter(keys)
+        with shelf.lock:
+            count = next((i for i, key in enumerate(keys) if key not in shelf.values), len(keys))
+            now = shelf.clock()
+            return sum(shelf.lease(key, now) for key in reversed(keys[:count]))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         shelf = self._enter(keys)

@@ -72,3 +72,4 @@ def test_a_chain_goes_from_its_end():
         clock.now += 60.0
         put(store, keys[4:], [b"x"] * 2)
         assert store.which_stored(keys) == [True, True, False, False, True, True]
+        assert store.oldest_age_s([1] * 4) == 60.0  # though two are too fresh to go
