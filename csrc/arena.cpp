@@ -182,14 +182,20 @@ int32_t Arena::close() {
 }
 
 int32_t Arena::find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns) {
+  std::vector<uint32_t> found;
+  found.reserve(keys.size());
   return locked(lock_ns, [&](int64_t now) {
     std::fill_n(stored, keys.size(), 0);
+    found.clear();
     for (size_t i = 0; i < keys.size(); ++i) {
       const uint32_t id = index_.find(keys[i], now);
       stored[i] = id != kNone;
+      if (id != kNone) found.push_back(id);
       if (leases && id == kNone) break;
-      if (leases) index_.touch(id, now);
     }
+    if (!leases) return;
+    // the first block of a chain becomes the newest: one without those before it is worth nothing
+    for (auto id = found.rbegin(); id != found.rend(); ++id) index_.touch(*id, now);
   });
 }
 
@@ -330,6 +336,10 @@ int32_t Arena::wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *chan
 
 int32_t Arena::count(pds_arena_counts *counts) {
   return locked(-1, [&](int64_t) { index_.count(counts); });
+}
+
+int32_t Arena::oldest_age(int64_t bytes, int64_t num_values, int64_t *age_ns) {
+  return locked(-1, [&](int64_t now) { *age_ns = index_.oldest_age(bytes, num_values, now); });
 }
 
 int32_t Arena::list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count) {

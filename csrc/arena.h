@@ -60,6 +60,7 @@ class Arena {
   int64_t still_there(const Places &places);
   int32_t wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes);
   int32_t count(pds_arena_counts *counts);
+  int32_t oldest_age(int64_t bytes, int64_t num_values, int64_t *age_ns);
   int32_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t *count);
 
  private:

@@ -155,6 +155,12 @@ extern "C" int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts) {
   return arena->arena->count(counts);
 }
 
+extern "C" int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num_values,
+                                    int64_t *age_ns) {
+  if (bytes < 1) return PDS_ERR_ARGUMENT;
+  return arena->arena->oldest_age(bytes, num_values, age_ns);
+}
+
 extern "C" int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values,
                                   int64_t room, int64_t *count) {
   if (*next < 0 || room < 1) return PDS_ERR_ARGUMENT;

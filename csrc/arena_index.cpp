@@ -18,8 +18,6 @@ namespace {
 
 constexpr int kLongestChain = 4096;
 
-int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
-
 // Tails have as many sizes as a block has tokens: they share slots of 1, 2, 3, 4, 6, 8, ... units.
 int64_t rounded(int64_t units) {
   int64_t power = 1;

@@ -63,6 +63,8 @@ inline int64_t since(int64_t then, int64_t now) {
   return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
 }
 
+inline int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
+
 class Index {
  public:
   Index(int file, char *base, const Geometry &geometry, const pds_arena_options &times,
@@ -97,6 +99,9 @@ class Index {
   void count(pds_arena_counts *counts);
   // Copies out what is stored from slot *next on, up to `room` values; returns how many.
   int64_t list(int64_t *next, pds_arena_value *values, int64_t room, int64_t now);
+  // The age of the value that goes first for `count` new ones of a size, in ns since its last use;
+  // -1 if none has to go, or none may.
+  int64_t oldest_age(int64_t bytes, int64_t count, int64_t now);
   // Takes no slab for a while, because the file system has no memory; returns until when.
   int64_t deny(int64_t now);
   // Calls body(id, slot) for every slot that there is, whatever its state.
@@ -133,10 +138,17 @@ class Index {
     slot.state = State::kFree;
   }
   uint32_t reserve_slot(Class &sized, Kind kind, int64_t now);
+  // The first to go for a slot of a class: `slab` whole if it is not -1, else `slot`, or kNone.
+  struct Oldest {
+    uint32_t slot;
+    int64_t slab;
+  };
+  Oldest oldest(Class &sized, int64_t now);
   bool evict(Class &sized, int64_t now);
   bool sacrifice(Class &sized, int64_t now);
   uint32_t oldest_unkept(Class &sized, int64_t now);
   bool is_kept(const Slot &slot, int64_t now) const;
+  bool is_denied(int64_t now) const;
   bool add_slab(Class &sized, int64_t now);
   bool assign(int64_t slab, Class &sized, int64_t now);
   template <typename MayGo>

@@ -60,9 +60,12 @@ uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now) {
   return id;
 }
 
+bool Index::is_denied(int64_t now) const {
+  return header_->denied_until > now && header_->denied_until <= now + kDeniedFor;
+}
+
 bool Index::add_slab(Class &sized, int64_t now) {
-  const int64_t denied = header_->denied_until;
-  if (denied > now && denied <= now + kDeniedFor) return false;
+  if (is_denied(now)) return false;
   const auto is_unused = [](const Slab &slab) { return slab.units == 0; };
   const Slab *end = slabs_ + geometry_.num_slabs,
              *found = std::find_if(slabs_, slabs_ + geometry_.num_slabs, is_unused);
@@ -101,8 +104,7 @@ int64_t Index::coldest_slab(const Class &beside, MayGo may_go) const {
   return coldest;
 }
 
-// Frees one slot of a class. False if all is kept.
-bool Index::evict(Class &sized, int64_t now) {
+Index::Oldest Index::oldest(Class &sized, int64_t now) {
   const uint32_t victim = oldest_unkept(sized, now);
   const int64_t slab = coldest_slab(sized, [&](int64_t i) {
     return slabs_[i].num_reserved == 0 && !is_ahead(slabs_[i].lease_end, now);
@@ -111,13 +113,34 @@ bool Index::evict(Class &sized, int64_t now) {
     return victim == kNone || slabs_[slab].num_used == 0 ||
            slabs_[slab].used_at < slots_[victim].used_at;
   };
-  if (slab >= 0 && is_older()) {
+  return {victim, slab >= 0 && is_older() ? slab : -1};
+}
+
+// Frees one slot of a class. False if all is kept.
+bool Index::evict(Class &sized, int64_t now) {
+  const auto [victim, slab] = oldest(sized, now);
+  if (slab >= 0) {
     empty(slab);
     if (assign(slab, sized, now)) return true;
   }
   if (victim == kNone) return false;
   free(victim);
   return true;
+}
+
+int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
+  const int64_t units = units_of(bytes);
+  Class *sized = units <= geometry_.slots_per_slab ? class_of(units) : nullptr;
+  if (sized == nullptr) return -1;
+  int64_t room = 0;
+  for (uint32_t id = sized->free.newest; id != kNone && room < count; id = slot(id).older) ++room;
+  for (int64_t i = 0; i < geometry_.num_slabs && room < count && !is_denied(now); ++i) {
+    if (slabs_[i].units == 0) room += geometry_.slots_per_slab / units;
+  }
+  if (room >= count) return -1;
+  const auto [victim, slab] = oldest(*sized, now);
+  if (slab >= 0) return slabs_[slab].num_used == 0 ? -1 : since(slabs_[slab].used_at, now);
+  return victim == kNone ? -1 : since(slots_[victim].used_at, now);
 }
 
 // Frees the oldest marker although it is kept; where there is none, the slab of another size that

@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 19 };
+enum { PDS_ABI = 20 };
 
 enum {
   PDS_OK = 0,
@@ -150,7 +150,8 @@ int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *
 
 // Says for each path whether a file is there; links are followed.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
-// Sets files' access and modification times (ns) in turn, until one fails; follows no link.
+// Sets files' access and modification times (ns) in turn, until one fails; follows no link. Each
+// modification time is 1 ns before that of the file before it, so the last file is the oldest.
 int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,
                         int64_t *num_leased, int32_t *why);
 
@@ -194,6 +195,9 @@ int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int6
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
+// Gives the age of the value that goes first for `num_values` new ones of `bytes` each, in ns since
+// its last use; -1 if none has to go, or none may.
+int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num_values, int64_t *age_ns);
 // Gives up to `room` values, in no order, and their count. `next`: 0 at first; set to what the next
 // call takes, or -1 after the last. A value that is stored or removed between calls may be missing.
 int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,

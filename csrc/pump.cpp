@@ -9,8 +9,8 @@
 namespace pds {
 namespace {
 
-// How often the device is asked whether the model has come far enough: each question keeps the
-// driver from the model's thread, so the longer a wait has been, the rarer.
+// Pauses between two questions to the device whether the model has come far enough. Each question
+// keeps the driver from the model's thread, so a long wait asks more rarely.
 constexpr std::chrono::microseconds kAskAgain{100}, kAskAgainLate{1'000};
 constexpr int kAskAgainPart = 16;  // of the time waited so far
 constexpr int64_t kBytesPerUs = 55'000;              // of a link; a slower one is waited for longer

@@ -211,10 +211,10 @@ extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t 
 
 extern "C" int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns,
                                    int64_t until_ns, int64_t *num_leased, int32_t *why) {
-  if (used_ns < 0 || until_ns < 0) return PDS_ERR_ARGUMENT;
-  const timespec times[2] = {time_of(used_ns), time_of(until_ns)};
+  if (used_ns < 0 || until_ns < num_files) return PDS_ERR_ARGUMENT;
   *num_leased = 0, *why = 0;
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {
+    const timespec times[2] = {time_of(used_ns), time_of(until_ns - i)};
     if (utimensat(AT_FDCWD, paths, times, AT_SYMLINK_NOFOLLOW) != 0) {
       *why = errno;
       break;

@@ -174,6 +174,7 @@ class Reason(str, enum.Enum):
     STORE_DOWN = "store_down"  # unreachable, or the breaker is open
     STORE_SLOW = "store_slow"  # a store call timed out
     STORE_FULL = "store_full"
+    NOT_ADMITTED = "not_admitted"  # a save's blocks are worth less than those that would go
     STORE_DENIED = "store_denied"
     STORE_ERROR = "store_error"  # any other error of the store
     QUEUE_FULL = "queue_full"  # dropped: the queue has reached its limit

@@ -29,19 +29,19 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 20_700,
-    "files": 109,
+    "lines": 20_820,
+    "files": 110,
     "small modules": 0,
     "statements": 12_700,
     "classes": 220,
-    "protocols": 8,
+    "protocols": 9,
     "packed assignments": 0,
     "modules in circles": 0,
     "overloaded method names": 0,
     "lines of native sources": 5_000,
-    "lines of tests": 31_300,
+    "lines of tests": 31_500,
     "nightly marks": 35,
-    "lines of benchmarks, examples and integrations": 17_200,
+    "lines of benchmarks, examples and integrations": 17_400,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 

@@ -230,6 +230,7 @@ class Adapter:
                 first_token=plan.first_token,
                 handoff=plan.handoff,
                 after=tuple(tracked.saves),
+                is_awaited=plan.is_awaited,
             )
         if plan.handoff is not None:
             tracked.publish = save.job

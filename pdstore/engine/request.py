@@ -41,12 +41,14 @@ class SavePlan:
     """One save, as the arguments of `KVPool.begin_save`; the request's earlier saves come before.
 
     starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
+    is_awaited: the prompt will be handed off.
     """
 
     keys: PromptKeys
     first_token: int
     handoff: HandoffId | None = None
     starts: tuple[tuple[HandoffId, int], ...] = ()
+    is_awaited: bool = False
 
     @property
     def first_read(self) -> int:
@@ -354,7 +356,8 @@ class EngineRequest:
         handoff = self.handoff if is_last else None
         if keys.num_tokens <= self.num_saved and handoff is None:
             return None
-        plan = SavePlan(keys, min(self.num_saved, keys.num_tokens), handoff, self._starts)
+        first_token, is_awaited = min(self.num_saved, keys.num_tokens), self.handoff is not None
+        plan = SavePlan(keys, first_token, handoff, self._starts, is_awaited)
         self._starts = ()
         self.num_saved = max(self.num_saved, keys.num_tokens)
         self.is_published |= handoff is not None

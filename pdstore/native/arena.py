@@ -170,6 +170,16 @@ class NativeArena:
         self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
         return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
 
+    def age_of_oldest(self, num_bytes: int, num_values: int) -> float | None:
+        """Returns how many seconds ago the value was used that goes first for so many new ones.
+
+        num_bytes: of each of them. None if none has to go, or none may.
+        """
+        age = c_int64()
+        code = self._calls.pds_arena_oldest(self._handle, num_bytes, num_values, byref(age))
+        self._check(code)
+        return age.value / 1e9 if age.value >= 0 else None
+
     def values(self) -> Iterator[tuple[str, int, float | None]]:
         """Yields key, bytes and seconds since the last use of each value, in no order.
 

@@ -137,7 +137,7 @@ class PrefixCacheManager:
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
         """Notes how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
-            if reason not in (Reason.CANCELLED, Reason.CLOSED):
+            if reason not in (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED):
                 self._last_save = reason and reason.value
 
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:

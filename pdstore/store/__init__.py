@@ -9,6 +9,7 @@ from pdstore.store.optional import (
     Room,
     StoredValue,
     TellsChanges,
+    TellsOldest,
     TellsRoom,
 )
 from pdstore.store.url import StoreURL
@@ -24,6 +25,7 @@ __all__ = [
     "StoreURL",
     "StoredValue",
     "TellsChanges",
+    "TellsOldest",
     "TellsRoom",
     "check_call",
     "open_store",

@@ -78,22 +78,30 @@ class _Shelf:
         with self.lock:
             self.drop([key for key in self.values if key.startswith(prefix)])
 
+    def age_of_oldest(self, num_bytes: int) -> float | None:
+        with self.lock:
+            victims, _ = self._victims(num_bytes)
+            return self.clock() - self.values[victims[0]].used_at if victims else None
+
     def _make_room(self, num_bytes: int) -> bool:
-        if self.budget is None or self.used_bytes + num_bytes <= self.budget:
-            return True
-        now = self.clock()
-        goal, victims = self.used_bytes + num_bytes - self.budget, []
+        victims, missing = self._victims(num_bytes)
+        if missing > 0:
+            return False
+        self.drop(victims)
+        self.num_evicted += len(victims)
+        return True
+
+    def _victims(self, num_bytes: int) -> tuple[list[BlockKey], int]:
+        """Returns what goes for new bytes, and how many are missing even then: the rest is kept."""
+        now, victims = self.clock(), []
+        goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
         for key, value in self.values.items():
             if goal <= 0:
                 break
             if value.kept_until < now and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
-        if goal > 0:
-            return False
-        self.drop(victims)
-        self.num_evicted += len(victims)
-        return True
+        return victims, goal
 
 
 _shelves: weakref.WeakValueDictionary[str, _Shelf] = weakref.WeakValueDictionary()
@@ -140,8 +148,10 @@ class MemoryStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         shelf = self._enter(keys)
-        now = shelf.clock()
-        return next((i for i, key in enumerate(keys) if not shelf.lease(key, now)), len(keys))
+        with shelf.lock:
+            count = next((i for i, key in enumerate(keys) if key not in shelf.values), len(keys))
+            now = shelf.clock()
+            return sum(shelf.lease(key, now) for key in reversed(keys[:count]))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         shelf = self._enter(keys)
@@ -189,6 +199,9 @@ class MemoryStore(Store):
         return Room(
             "this process's memory", shelf.used_bytes, shelf.budget, shelf.num_evicted, policy
         )
+
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        return self._enter([]).age_of_oldest(sum(sizes))
 
     def close(self) -> None:
         self._lifecycle.end()

@@ -107,6 +107,21 @@ class TellsRoom(Protocol):
         """Returns how full it is now. May look at every value. Raises StoreError."""
 
 
+@runtime_checkable
+class TellsOldest(Protocol):
+    """A store that evicts what was used longest ago, and knows how long ago that is.
+
+    `pdstore.worker.admission` decides by it whether a save may evict.
+    """
+
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        """Returns how many seconds ago the value was used that goes first for new ones.
+
+        sizes: of the new ones, in bytes. None if they have room without it, or nothing may go. It
+        need not be exact. Leases nothing and counts as no use. Raises StoreError.
+        """
+
+
 P = TypeVar("P")
 
 _VERBS: Mapping[str, str] = {

@@ -93,8 +93,8 @@ class KeyWatch:
     """Looks for the keys of all waiters together, on a thread of its own.
 
     A look is one call of the store if that can look for many keys (`FindsKeys`), else a call for
-    each key. Looks follow each change if the store tells of changes (`TellsChanges`); else the
-    store is polled, for at most a quarter of the time.
+    each key. If the store tells of changes (`TellsChanges`), a look follows each change. Otherwise
+    the thread polls the store, and spends at most a quarter of its time in such calls.
 
     A StoreError is told to every waiter. Any other exception of the store is told only to the
     waiters whose keys cause it.

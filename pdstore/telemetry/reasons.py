@@ -84,6 +84,10 @@ ADVICE: dict[Reason, Advice] = {
         "there was no room, and nothing could be evicted",
         "the pool's size (`?budget=`, `?size=`, redis' `maxmemory`), the disk, and leases",
     ),
+    Reason.NOT_ADMITTED: Advice(
+        "the pool is full, and what would go for a save is nearer to its next use than what is new",
+        "nothing; a larger pool would find more",
+    ),
     Reason.STORE_DENIED: Advice(
         "the store refuses this user",
         "owner and mode of the directory; user and password in `PDSTORE_STORE`",
@@ -110,6 +114,7 @@ QUIET = frozenset(
         Reason.ABSENT,  # ordinary for a new prompt; else PrefixCacheManager warns
         Reason.NAMESPACE,  # PrefixCacheManager names the fields
         Reason.OTHER_POOL,  # PrefixCacheManager names the pools
+        Reason.NOT_ADMITTED,
         Reason.CANCELLED,
         Reason.CLOSED,
         Reason.READ_ONLY,

@@ -14,8 +14,9 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
-from pdstore.store.optional import find_optional
+from pdstore.store.optional import TellsOldest, find_optional
 from pdstore.store.seal import seal_store
+from pdstore.worker.admission import Admission
 from pdstore.worker.job import ChildJob
 from pdstore.worker.reading import BAD, Ends, read_values
 from pdstore.worker.staging import PinnedMemory, Staging
@@ -34,11 +35,14 @@ class Mover:
 
     ends: the paged cache and the store.
     way: how values get to the store and back from it.
+    admission: decides whether a save is made, where the store tells what it would evict.
     """
 
-    def __init__(self, ends: Ends, way: StoreEnd) -> None:
+    def __init__(self, ends: Ends, way: StoreEnd, admission: Admission | None = None) -> None:
         self.way = way
         self.ends = ends
+        self.oldest = find_optional(ends.store, TellsOldest)
+        self.admission = admission if self.oldest is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are in the store; renews their leases."""
@@ -97,9 +101,10 @@ def open_mover(
     # again, and its own key may be the wrong one
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     ends = Ends(layout, swap, store, metrics, removed)
+    admission = Admission() if settings.role != "prefill" else None  # whose prompts D waits for
     in_place = _in_place(ends, range_bytes, undo)
     if in_place is not None:
-        return Mover(ends, in_place)
+        return Mover(ends, in_place, admission)
     staging = Staging(
         store.allocate, layout.largest_payload_bytes, int(settings.staging), swap.registrar
     )
@@ -107,7 +112,7 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)))
+    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)), admission)
 
 
 def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPlaceEnd | None:

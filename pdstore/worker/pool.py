@@ -113,7 +113,7 @@ class KVPool:
         memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all saves so far are durable, except those that their owner cancelled.
+        """Waits until all saves so far are durable, except cancelled ones and those not admitted.
 
         Raises SaveFailed once all have ended, for the first save that failed since the last flush;
         TimeoutError if a save still runs after `timeout_s`; PoolClosed in the child of a fork.
@@ -162,6 +162,7 @@ class KVPool:
         handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
         starts: Sequence[tuple[HandoffId, int]] = (),
+        is_awaited: bool = False,
     ) -> OpenSave:
         """Starts a save whose layers are released one after the other, while a model computes them.
 
@@ -169,6 +170,7 @@ class KVPool:
         job's deadline counts from the last such call. To give the save up, cancel the job.
 
         starts: arguments of `start_handoff`, which is done when the first layers are saved.
+        is_awaited: a hand-off will publish these blocks: they are stored, whatever is evicted.
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
@@ -179,7 +181,7 @@ class KVPool:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin_beats(started)
-        work = SaveWork(self._mover, prompt, first_block, handoff)
+        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
         job = Job(
@@ -249,6 +251,8 @@ class KVPool:
             work.release(ranges)
             work.close()
         self._queue.submit(job)
+        if self._mover.admission is not None:
+            self._mover.admission.found(map(prompt.keys.hash_of, range(len(prompt.keys))))
         if follow is not None and not job.done:  # else it was refused
             wake = partial(self._queue.wake, job)
             self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))

@@ -19,9 +19,10 @@ from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of
+from pdstore.worker.values import BlockRange, PromptBlocks, Values, bytes_of
 
 _MOST_ROUNDS = 3
+_NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
 
 
 class _Piece(NamedTuple):
@@ -41,12 +42,15 @@ class SaveWork(Work):
 
     first_block: the blocks before it are stored or on their way already.
     handoff: publish the whole prompt under this name.
+    is_awaited: another instance waits for the blocks, so they are stored whatever goes for them.
     """
 
     mover: Mover
     prompt: PromptBlocks
     first_block: int
     handoff: HandoffId | None = None
+    is_awaited: bool = False
+    _is_admitted: bool | None = field(default=None, init=False)
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
     _are_all: bool = field(default=False, init=False)  # the last piece is released
     _num_copying: int = field(default=0, init=False)  # pieces released that are not copied yet
@@ -97,18 +101,53 @@ class SaveWork(Work):
             ready = self.mover.ends.swap.to_follow(piece.ready)
             values = self.prompt.values(piece.blocks, piece.layer_range)
             if self.handoff is None:
-                values = values[self.mover.num_matched(child, values.keys) :]
+                num_stored = self.mover.num_matched(child, values.keys)
+                self._note_uses(piece, values, num_stored)
+                values = values[num_stored:]
             if values:
                 moves.append(Move(values, ready))
             else:
                 self._note_copied(child)
         if not moves:
             return None
+        if not self._admits(child):
+            return Reason.NOT_ADMITTED
         reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
             for move in moves:  # a lease: D comes for them, also when all is late
                 self.mover.num_matched(child, move.values.keys)
         return reason
+
+    def _note_uses(self, piece: _Piece, values: Values, num_stored: int) -> None:
+        """Has the admission learn from the blocks of a piece, once for all their layers."""
+        admission, first = self.mover.admission, self.prompt.layout.held_ranges[0]
+        if admission is not None and piece.layer_range in (None, first):
+            numbers = list(dict.fromkeys(values.numbers))
+            num_found = len(set(values.numbers[: values.num_whole(num_stored)]))
+            names = [self.prompt.keys.hash_of(number) for number in numbers]
+            admission.found(names[:num_found])
+            admission.saved(names[num_found:])
+
+    def _admits(self, child: ChildJob) -> bool:
+        """Returns whether the save may evict: the same for all of its shares, the first one's."""
+        if self._is_admitted is None:
+            answer = self.handoff is not None or self.is_awaited or self._is_worth_it(child)
+            with self.lock:
+                if self._is_admitted is None:
+                    self._is_admitted = answer
+        return self._is_admitted
+
+    def _is_worth_it(self, child: ChildJob) -> bool:
+        """True if there is room, or the save is worth what goes for it and leaves no hole."""
+        admission, oldest = self.mover.admission, self.mover.oldest
+        if admission is None or oldest is None:
+            return True
+        with child.in_store_call():
+            oldest_s = oldest.oldest_age_s(self.prompt.values_from(self.first_block).sizes)
+        if oldest_s is None or not admission.admits(oldest_s):
+            return oldest_s is None
+        before = self.prompt.values(BlockRange(max(0, self.first_block - 1), self.first_block)).keys
+        return not before or self.mover.num_matched(child, before) == len(before)
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
@@ -342,5 +381,5 @@ class RunningSaves:
                 return
             del self._jobs[job]
             result = job.result
-            if result is not None and result.reason not in (None, Reason.CANCELLED):
+            if result is not None and result.reason not in _NO_FAILURE:
                 self._failure = self._failure or result

@@ -78,7 +78,7 @@ class StoreEnd(ABC):
     ) -> Reason | None:
         """Saves values; no copy runs any more on return. Returns why not all are saved, or None.
 
-        The store may lose values later that it has taken. Raises StoreError.
+        The store may later lose values that it has taken. Raises StoreError.
         gathered: called for each move when its blocks have been copied out of the paged cache.
         """
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
-from benchmarks.trace import room
+from benchmarks.trace import eviction, room
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.replay import Clock, Fleet, replay
 from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest, read_trace
@@ -100,3 +100,22 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [*asked, "60"])
     with pytest.raises(SystemExit):
         room.main()
+
+
+@pytest.mark.parametrize("size", [1 / 8, 3 / 4])
+def test_admission_finds_on_a_cycle_what_the_best_fixed_time_finds(size):
+    requests = eviction.cycle(32, turns=30)
+    num_blocks = int(eviction.in_use(32, requests) * size)
+    lru, *fixed = [
+        eviction.share_found(requests, num_blocks, eviction.within(count))
+        for count in (0, *eviction.FIXED)
+    ]
+    found, _ = eviction.share_admitted(requests, num_blocks)
+    assert found > max(fixed) - 1
+    assert found > 1.5 * lru
+
+
+def test_admission_finds_what_lru_finds_where_old_blocks_are_of_less_use():
+    requests = [eviction.Asked(r.at_s, r.blocks) for r in conversations()]
+    found, _ = eviction.share_admitted(requests, 200)
+    assert found > eviction.share_found(requests, 200, eviction.within(0)) - 1

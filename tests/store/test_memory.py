@@ -62,3 +62,14 @@ def test_stores_of_one_name_share_values_until_the_last_one_closes():
 @pytest.fixture
 def clock():
     return Clock()
+
+
+def test_a_chain_goes_from_its_end():
+    clock, keys = Clock(), fresh_keys(6)
+    with contextlib.closing(MemoryStore(budget=4, clock=clock)) as store:
+        put(store, keys[:4], [b"x"] * 4)
+        assert store.match(keys[:4]) == 4
+        clock.now += 60.0
+        put(store, keys[4:], [b"x"] * 2)
+        assert store.which_stored(keys) == [True, True, False, False, True, True]
+        assert store.oldest_age_s([1] * 4) == 60.0  # though two are too fresh to go

@@ -79,9 +79,9 @@ def test_nothing_grows_with_requests(instance):
         now = held_by_pdstore()
         return {name: n - before[name] for name, n in now.items() if n - before[name] >= 20}
 
-    serve(range(20))
+    serve(range(70))  # until what is bounded is full
     before = held_by_pdstore()
-    serve(range(20, 100))
+    serve(range(70, 150))
     with contextlib.suppress(AssertionError):  # a heartbeat forgets what has ended at its next turn
         eventually(lambda: not grown())
     assert not grown()

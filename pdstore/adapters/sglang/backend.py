@@ -96,7 +96,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Loads pages into the host pool; returns True for each page that was loaded.
 
-        SGLang computes the prompt from the first page on that was not loaded.
+        SGLang computes the prompt from the first page that was not loaded.
         """
         pool = self._pool
         done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices))

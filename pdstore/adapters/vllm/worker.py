@@ -205,6 +205,7 @@ class PDStoreConnectorWorker:
                     handoff=plan.handoff,
                     after=earlier,
                     starts=plan.starts,
+                    is_awaited=plan.is_awaited,
                 )
                 self.open_saves.add(save)
                 running.job = save.job

@@ -222,6 +222,10 @@ class ArenaStore(Store):
         policy = "the least recently used of its size goes first"
         return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
 
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        self._enter()
+        return self._arena.age_of_oldest(max(sizes), len(sizes)) if sizes else None
+
     def why_too_long(self, num_bytes: int) -> str | None:
         return why_too_long(self.path, num_bytes, self._arena.slab_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ _PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
 _LARGE_STEP = 64 << 20  # of a pool whose evictions would hold up a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
+_MOST_OLDEST = 1024
 _SACRIFICED = 3  # a marker takes an inode, and one more where its directory is missing
 _S = 1_000_000_000
 
@@ -47,12 +49,14 @@ class Evictor:
         self.budget = default_budget(directory) if budget is None else budget
         self.attainable = min(self.budget, room_of(directory, self.budget))
         self._step = self.budget // 20
+        self._goal = self.budget * 9 // 10
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, and pending ones
         self._pending = 0  # admitted, and not seen on disk yet
         self._put_since_scan = self.budget  # the first put looks at what is there
         self._full_until = 0.0
+        self._oldest: list[StoredFile] = []  # those that may go next, at the last look
         self._has_looked = False
         self._is_closed = False
         self._thread: Ticker | None = None
@@ -87,6 +91,22 @@ class Evictor:
         """Says that admitted values are written, or will not be."""
         with self._lock:
             self._pending -= sum(map(_on_disk, sizes))
+
+    def age_of_oldest(self, sizes: Sequence[int]) -> float | None:
+        """Returns the seconds since the last use of the value that goes first for new ones.
+
+        None if they have room, or if all that the last look found was used since: the next put
+        looks again.
+        """
+        if self._used + sum(map(_on_disk, sizes)) <= self._goal:
+            return None
+        for n, file in enumerate(self._oldest):
+            with contextlib.suppress(FileNotFoundError):
+                if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
+                    self._oldest = self._oldest[n:]
+                    return max(0, time.time_ns() - file.atime_ns) / _S
+        self._put_since_scan = self.budget
+        return None
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts when the disk is full, whoever filled it."""
@@ -189,16 +209,15 @@ class Evictor:
             used += _on_disk(file.size)
             if kind is not Kind.POOL and not _is_kept(file, now):
                 candidates.append(file)
-        goal = min(self.budget * 9 // 10, self.budget - self._pending)
+        goal = min(self._goal, self.budget - self._pending)
         if freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
-        if used > goal:
-            candidates.sort(key=lambda f: (f.mtime_ns <= now, f.mtime_ns))
-        for file in candidates:
-            if used <= goal:
-                break
-            num_bytes = self._delete(file)
-            used, freed = used - num_bytes, freed + num_bytes
+        candidates.sort(key=lambda f: (f.mtime_ns <= now, f.mtime_ns))
+        num_seen = 0
+        while used > goal and num_seen < len(candidates):
+            num_bytes = self._delete(candidates[num_seen])
+            used, freed, num_seen = used - num_bytes, freed + num_bytes, num_seen + 1
+        self._oldest = candidates[num_seen : num_seen + _MOST_OLDEST]
         return used, freed
 
     def _delete(self, file: StoredFile) -> int:

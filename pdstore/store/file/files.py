@@ -113,7 +113,8 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
     """Renews the leases of files in turn, until one is missing or fails.
 
-    With the library this is one call, so that the caller waits only once for Python's lock.
+    Each lease ends 1 ns before the one before it, so that the last blocks of a chain are evicted
+    first. With the library this is one call, so that the caller waits only once for Python's lock.
     """
     now = time.time_ns()
     end = now + int(lease_s * 1e9)
@@ -122,7 +123,7 @@ def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) 
     num_done = 0
     try:
         for path in paths:
-            os.utime(path, ns=(now, end), follow_symlinks=False)
+            os.utime(path, ns=(now, end - num_done), follow_symlinks=False)
             num_done += 1
     except OSError as error:
         return Ended(num_done, error.errno or 0)

@@ -197,6 +197,11 @@ class FileStore(Store):
         capacity = self._evictor.attainable
         return Room("a directory", used_bytes, capacity, None, "the least recently used goes first")
 
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        self._lifecycle.check()
+        with named_error(self.label, "cannot be looked at"):
+            return self._evictor.age_of_oldest(sizes)
+
     def close(self) -> None:
         if self._lifecycle.end():
             self._bell.close()

@@ -310,6 +310,7 @@ def _close_all() -> None:
 
 
 def _end(number: int, frame: object) -> None:
+    """Closes all clients at a signal, which then ends the process as if nobody had caught it."""
     signal.signal(number, signal.SIG_DFL)
     start = time.monotonic()
     _close_all()

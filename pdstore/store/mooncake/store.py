@@ -52,8 +52,8 @@ class MooncakeStore(Store):
     """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
     It has two connections, each made at its first use: one only to the master, for `match` and
-    `remove`, and one that moves values. By `connections` there are more that move values, made when
-    they are needed. A value stays until the master evicts it, least recently leased first; the
+    `remove`, and one that moves values. With `connections` further ones move values, each made when
+    it is first needed. A value stays until the master evicts it, least recently leased first; the
     pool's own key is pinned.
 
     A value that is evicted, half-written, or in the memory of a process that died is a miss. If the

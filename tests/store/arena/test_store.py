@@ -57,6 +57,30 @@ def test_the_value_that_was_used_longest_ago_goes_first(open_arena):
     assert [store.match([key]) for key in keys] == [1, 0, *[1] * 15]
 
 
+def test_a_chain_goes_from_its_end(open_arena):
+    store, keys = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9), fresh_keys(20)
+    put(store, keys[:16], [content(key, SIZE) for key in keys[:16]])
+    assert store.match(keys[:16]) == 16
+    put(store, keys[16:], [content(key, SIZE) for key in keys[16:]])
+    assert store.match(keys[:16]) == 12
+
+
+def test_the_age_of_what_goes_next_is_that_of_its_size_or_of_a_colder_slab(open_arena):
+    store = open_arena(size=2 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9)
+    keys = fresh_keys(23)
+    for key in keys[:15]:
+        put(store, [key], [content(key, SIZE)])
+    assert store.oldest_age_s([SIZE] * 17) is None  # a slot and a slab are free
+    assert store.oldest_age_s([SIZE] * 18) is not None
+    for key in keys[15:]:
+        put(store, [key], [content(key, 2 * SIZE)])
+    age_s = store.oldest_age_s([2 * SIZE])
+    store.match(keys[:15])
+    assert age_s is not None
+    assert 0 <= store.oldest_age_s([2 * SIZE]) < age_s
+    assert store.oldest_age_s([2 * MIB]) is None  # no slab has room for such a value
+
+
 def test_a_size_that_nobody_uses_any_more_leaves_its_slabs_to_another(open_arena):
     store = open_arena(size=8 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9)
     old, new = fresh_keys(128), fresh_keys(60)

@@ -40,6 +40,24 @@ def test_a_match_counts_as_use_and_leases(store):
     assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
 
 
+def test_a_chain_goes_from_its_end(store):
+    keys = fill(store, 16)
+    assert store.match(keys) == 16
+    ends = [path_of(store, key).stat().st_mtime_ns for key in keys]
+    assert ends == sorted(set(ends), reverse=True)
+
+
+def test_the_age_of_what_goes_next_is_that_of_the_oldest_unused_value(store):
+    assert store.oldest_age_s([SIZE]) is None
+    old, young = fill(store, 10, age_s=300), fill(store, 12, age_s=100)
+    left = stored(store, old)
+    assert 299 < store.oldest_age_s([SIZE]) < 360
+    assert store.match(left) == len(left)
+    assert 99 < store.oldest_age_s([SIZE]) < 160
+    store.match(stored(store, young))
+    assert store.oldest_age_s([SIZE]) is None  # the next put looks again
+
+
 def test_a_value_is_kept_for_a_moment_after_its_put(store):
     keys = fresh_keys(30)
     with pytest.raises(StoreFull) as caught:

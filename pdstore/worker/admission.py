@@ -1,0 +1,145 @@
+"""Admission: whether a save may evict what the pool holds, learnt from when blocks are used again.
+
+Decision: hit density decides (LHD, Beckmann et al., NSDI 2018): the hits a second of holding a
+value, for the time for which that is best (Gittins' index). That of a new value is compared with
+that of the pool's oldest, which has an age already. Users who ask in turn use blocks again at much
+the same age: the oldest is next to be used, and a pool smaller than what they have finds next to
+nothing if it goes. So the save is refused. Where chances fall with age every save is admitted:
+plain LRU. What is no longer used grows older than any use that was seen, so nothing stays for good.
+A fixed time of protection suits one workload only; `benchmarks.trace.eviction` compares them.
+Decision: docs/decisions/041-admission.md
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from pdstore.store.base import FRESH_S
+
+_MOST_SAMPLES = 4096
+_MOST_PENDING = 64  # loads between two saves; of more the last ones count
+_LEARN_EVERY = 256  # sampled uses; a look at all samples takes a millisecond
+_HORIZON = 64  # ages of the pool's oldest value: what is unused for longer is forgotten
+_PER_OCTAVE = 6
+_EDGES = [0.0] + [FRESH_S * 2 ** (i / _PER_OCTAVE) for i in range(22 * _PER_OCTAVE)]
+_NUM_AGES = len(_EDGES) - 1  # uses are counted by ages between two edges, in seconds
+_ALL_NAMES = 1 << 32
+
+
+class Admission:
+    """Learns from the uses of blocks that this process sees, and decides for its saves. Any thread.
+
+    It remembers a sample of a few thousand names, also of blocks that were evicted or refused. The
+    sample is chosen by the names, so the ranks of an instance have the same one.
+
+    clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MOST_PENDING)
+        self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use, and whether a save
+        self._names_below = _ALL_NAMES
+        # intervals by age, all and those that began with a save: that ended in a use, and at all
+        self._hits, self._ends = ([[0.0] * _NUM_AGES for _ in range(2)] for _ in range(2))
+        self._num_ends = 0.0
+        self._num_uses = 0
+        self._oldest_s = 0.0  # the greatest age asked about lately
+        self._of_all = [*self._hits[0]], [*self._ends[0]]  # as they were when it last learnt
+        self._of_new = 0.0
+
+    def found(self, names: Iterable[bytes]) -> None:
+        """Notes a use of blocks in the pool. Reads their prefix hashes later: loads are urgent."""
+        self._pending.append((self._clock(), names))
+
+    def saved(self, names: Iterable[bytes]) -> None:
+        """Notes a use of blocks that were not in the pool, whether they are admitted or not."""
+        now = self._clock()
+        with self._lock:
+            while self._pending:
+                self._use(*self._pending.popleft(), is_save=False)
+            self._use(now, names, is_save=True)
+            if self._num_uses >= _LEARN_EVERY:
+                self._learn(now)
+
+    def admits(self, oldest_s: float) -> bool:
+        """Returns whether new values are worth the pool's oldest, last used `oldest_s` ago."""
+        with self._lock:
+            self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
+            return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
+
+    def _use(self, now: float, names: Iterable[bytes], *, is_save: bool) -> None:
+        for name in names:
+            if int.from_bytes(name[:4], "big") >= self._names_below:
+                continue
+            before = self._samples.pop(name, None)
+            kind = is_save
+            if before is not None and now - before[0] <= FRESH_S:  # one use, as far as a pool goes
+                kind = before[1]
+            elif before is not None:
+                self._end(now, *before, hits=1)
+            self._samples[name] = now, kind
+            self._num_uses += 1
+
+    def _end(self, now: float, used_at: float, is_save: bool, hits: int = 0) -> None:
+        age = _age(now - used_at)
+        for which in range(1 + is_save):
+            self._hits[which][age] += hits
+            self._ends[which][age] += 1
+        self._num_ends += 1
+        if self._num_ends >= _MOST_SAMPLES:  # what was long ago counts for less and less
+            self._num_ends /= 2
+            for counts in (*self._hits, *self._ends):
+                counts[:] = [count / 2 for count in counts]
+
+    def _learn(self, now: float) -> None:
+        self._num_uses = 0
+        self._forget(now)
+        ends = [list(counts) for counts in self._ends]
+        for used_at, is_save in self._samples.values():  # without a use so far
+            for which in range(1 + is_save):
+                ends[which][_age(now - used_at)] += 1
+        self._of_all = [*self._hits[0]], ends[0]
+        self._of_new = hit_density(self._hits[1], ends[1], 0)
+
+    def _forget(self, now: float) -> None:
+        """Forgets what was not used for long; changes the share of the names that are sampled."""
+        since = now - _HORIZON * self._oldest_s if self._oldest_s else -math.inf
+        for name, sample in list(self._samples.items()):  # those used longest ago come first
+            if sample[0] >= since:
+                break
+            self._end(now, *self._samples.pop(name))
+        if len(self._samples) < _MOST_SAMPLES // 4:
+            self._names_below = min(_ALL_NAMES, 2 * self._names_below)
+        while len(self._samples) > _MOST_SAMPLES:
+            self._names_below = below = self._names_below // 2
+            kept = self._samples.items()
+            self._samples = {n: s for n, s in kept if int.from_bytes(n[:4], "big") < below}
+
+
+def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float:
+    """Returns the hits a second of a value of an age, held on for the time that is best.
+
+    hits, ends: intervals between uses that ended at each age with a use, and at all.
+    """
+    at_risk, alive = sum(ends[age:]), 1.0
+    best = num_hits = held_s = 0.0
+    for i in range(age, _NUM_AGES):
+        share = hits[i] / at_risk if at_risk > 0.5 else 0.0
+        num_hits += alive * share
+        held_s += alive * (1 - share / 2) * (_EDGES[i + 1] - _EDGES[i])
+        best = max(best, num_hits / held_s)
+        alive *= 1 - share
+        at_risk -= ends[i]
+    return best
+
+
+def _age(seconds: float) -> int:
+    """Returns the bucket of an age."""
+    octaves = math.log2(max(seconds, FRESH_S) / FRESH_S)
+    return min(_NUM_AGES - 1, math.ceil(octaves * _PER_OCTAVE))

@@ -1,0 +1,164 @@
+"""Admission refuses a save where the oldest value is nearer to its next use, and nowhere else.
+
+A save that is refused costs no copy; what another instance waits for is never refused.
+"""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+
+from pdstore.errors import Reason
+from pdstore.format.block import HEADER_BYTES
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import WrapperStore
+from pdstore.worker import movers
+from pdstore.worker.admission import Admission
+from tests.support.clock import Clock
+from tests.support.kv import BLOCK_BYTES
+from tests.support.pool_kit import P_BLOCKS, save
+
+
+def names_of(number, count=20):
+    return [sha256(b"%d %d" % (number, i)).digest()[:16] for i in range(count)]
+
+
+def ask_in_turn(admission, clock, users, *, first=0, turns=12, step_s=1.0):
+    """Each user's blocks are used once a round; nothing of them stays in the pool."""
+    for _ in range(turns):
+        for user in range(first, first + users):
+            clock.now += step_s
+            admission.saved(names_of(user))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_what_is_used_in_turn_stays_until_it_is_older_than_its_next_use(clock):
+    admission = Admission(clock)
+    ask_in_turn(admission, clock, 30)
+    assert [admission.admits(age) for age in (15.0, 28.0, 45.0, 1e6)] == [False, False, True, True]
+
+
+def test_what_is_used_again_at_once_or_never_makes_plain_lru(clock):
+    admission, chance = Admission(clock), random.Random(1)
+    for number in range(400):
+        clock.now += 1.0
+        admission.saved(names_of(number))
+        if chance.random() < 0.5:
+            clock.now += 2.0
+            admission.found(names_of(number))
+    assert all(admission.admits(age) for age in (0.0, 1.0, 10.0, 100.0, 1e5))
+
+
+def test_nothing_is_refused_before_anything_is_known(clock):
+    assert Admission(clock).admits(0.0)
+
+
+def test_another_pace_is_learnt(clock):
+    admission = Admission(clock)
+    ask_in_turn(admission, clock, 30)
+    ask_in_turn(admission, clock, 30, first=100, turns=30, step_s=10.0)
+    assert [admission.admits(age) for age in (45.0, 250.0, 450.0)] == [False, False, True]
+
+
+def test_a_hot_prefix_and_pairs_of_requests_do_not_hide_a_cycle(clock):
+    admission, system = Admission(clock), names_of(-1)
+    for _ in range(12):
+        for user in range(30):
+            clock.now += 1.0
+            admission.found(system)
+            admission.saved(names_of(user))
+            clock.now += 0.1
+            admission.found(names_of(user))
+    assert not admission.admits(20.0)
+
+
+def test_many_names_are_learnt_from_by_a_sample(clock):
+    admission = Admission(clock)
+    for user in [*range(300)] * 4:
+        clock.now += 1.0
+        admission.saved(names_of(user, 100))
+    assert [admission.admits(age) for age in (200.0, 400.0)] == [False, True]
+
+
+class Full(WrapperStore):
+    """Has no room, and says of what would go that it was used so long ago."""
+
+    age_s, num_puts = 5.0, 0
+
+    def oldest_age_s(self, sizes):
+        return self.age_s
+
+    def put(self, keys, slots):
+        self.num_puts += keys != [POOL_ID_KEY]
+        return super().put(keys, slots)
+
+
+@pytest.fixture
+def full(store, monkeypatch):
+    monkeypatch.setattr(Admission, "admits", lambda self, age_s: age_s > 10.0)
+    return Full(store)
+
+
+def test_a_save_that_is_not_admitted_is_not_made(full, instance):
+    p = instance(over=full)
+    result = save(p, range(200))
+    assert (result.num_tokens, result.reason, full.num_puts) == (0, Reason.NOT_ADMITTED, 0)
+    p.pool.flush(5.0)  # it is no failure
+    full.age_s = None  # nothing would go
+    assert save(p, range(200)).reason is None
+
+
+def test_a_chain_has_no_hole(full, instance):
+    p = instance(over=full)
+    keys = p.cache.keys(range(192))
+
+    def chunk(first_token, num_tokens):
+        job = p.pool.save(keys.prefix(num_tokens), P_BLOCKS, first_token=first_token)
+        return job.wait(10).reason
+
+    assert chunk(0, 64) is Reason.NOT_ADMITTED
+    full.age_s = 20.0
+    assert chunk(64, 128) is Reason.NOT_ADMITTED
+    assert [chunk(0, 64), chunk(64, 128)] == [None, None]
+    full.age_s = 5.0
+    assert chunk(0, 128) is None  # all of it is stored
+    assert chunk(128, 192) is Reason.NOT_ADMITTED
+
+
+def test_what_another_instance_waits_for_is_always_admitted(full, instance):
+    p = instance(over=full)
+    keys = p.cache.keys(range(200))
+    first = p.pool.begin_save(keys.prefix(128), P_BLOCKS, is_awaited=True)
+    first.layers_done(3)
+    assert first.job.wait(10).reason is None
+    handoff, _ = p.cache.announce(keys)
+    assert save(p, range(200), first_token=128, handoff=handoff).reason is None
+    assert save(instance(over=full, role="prefill"), range(500, 564)).reason is None
+
+
+def test_users_in_turn_find_in_a_small_pool_what_it_holds(clock, instance, monkeypatch):
+    """LRU would find nothing: each block goes a few requests before its next use."""
+    monkeypatch.setattr(movers, "Admission", lambda: Admission(clock))
+    room = 27 * (HEADER_BYTES + BLOCK_BYTES)
+    p = instance(over=MemoryStore(budget=room, lease_s=0.5, clock=clock))
+    found = []
+    for turn in range(16):
+        for user in range(12):
+            clock.now += 5.0
+            keys = p.cache.keys(range(1000 * user, 1000 * user + 192))
+            match = p.cache.match(keys)
+            found.append(match.num_tokens // 64)
+            if match.num_tokens:
+                assert p.pool.load(match.keys, P_BLOCKS).wait(10).reason is None
+            if match.num_tokens < 192:
+                p.pool.save(keys, P_BLOCKS, first_token=match.num_tokens).wait(10)
+        if turn < 2:
+            assert not any(found[-12:])
+    assert sum(found[-48:]) > 48 * 3 / 2
