@@ -51,6 +51,13 @@ def main() -> None:
         return
     if given.json is not None and "load" not in given.json.name:
         sys.exit("--json: a name with `load` in it, so that results are found together")
+    known = kinds(given.pool, workload.sizes, {})
+    for name in given.kinds:
+        what, _, tree = name.partition("+")[0].partition("@")
+        if what not in known:
+            sys.exit(f"{what}: no such kind; there are {', '.join(known)}")
+        if tree and tree not in given.trees:
+            sys.exit(f"--kinds {name}: --trees names no {tree}")
     run(lambda: measure(given, workload), given.json)
 
 
