@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prefill=tuple(given.prefill),
         decode=tuple(given.decode),
         mode=given.mode,
+        by_prefix=given.affinity == "prefix",
         first_token=given.first_token,
         retries=given.retries,
         prefill_timeout_s=given.prefill_timeout,
@@ -68,7 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--prefill", action="append", type=_url, required=True, help="a P's URL; may be repeated")
+    add(
+        "--prefill",
+        action="append",
+        type=_url,
+        default=[],
+        help="a P's URL; may be repeated; none: each instance of --decode does all of a request",
+    )
     add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
     add("--host", default="127.0.0.1")
     add("--port", type=_port, default=8000)
@@ -77,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("relay", "concurrent"),
         default="relay",
         help="relay: P first, then D with P's kv_transfer_params. concurrent: both at once",
+    )
+    add(
+        "--affinity",
+        choices=("none", "prefix"),
+        default="none",
+        help="none: instances take turns. prefix: a prompt goes where most of it went before,"
+        " unless that instance has more to do than the others",
     )
     add(
         "--first-token",
