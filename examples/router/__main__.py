@@ -69,13 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--prefill",
-        action="append",
-        type=_url,
-        default=[],
-        help="a P's URL; may be repeated; none: each instance of --decode does all of a request",
-    )
+    prefill = "a P's URL; may be repeated; none: each instance of --decode does all of a request"
+    add("--prefill", action="append", type=_url, default=[], help=prefill)
     add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
     add("--host", default="127.0.0.1")
     add("--port", type=_port, default=8000)
@@ -85,13 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         default="relay",
         help="relay: P first, then D with P's kv_transfer_params. concurrent: both at once",
     )
-    add(
-        "--affinity",
-        choices=("none", "prefix"),
-        default="none",
-        help="none: instances take turns. prefix: a prompt goes where most of it went before,"
-        " unless that instance has more to do than the others",
-    )
+    affinity = "none: instances take turns. prefix: a prompt goes where most of it went before"
+    add("--affinity", choices=("none", "prefix"), default="none", help=affinity)
     add(
         "--first-token",
         choices=("prefill", "decode"),
