@@ -218,7 +218,7 @@ int32_t Arena::clear(std::string_view prefix) {
 }
 
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                       int64_t lock_ns) {
+                       int64_t lock_ns, MayGo may_go) {
   places->clear();
   return while_open([&] {
     places->reserve(keys.size());
@@ -227,10 +227,14 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
         index_.free_if_reserved(place.slot, place.generation);
       }
       places->clear();
+      for (size_t i = 0; i < keys.size() && may_go == MayGo::kKept; ++i) {
+        if (const uint32_t id = index_.find(keys[i], now); id != kNone) index_.touch(id, now);
+      }
       for (size_t i = 0; i < keys.size(); ++i) {
         Place place;
         if (index_.find(keys[i], now) == kNone) {
-          const uint32_t id = index_.reserve(keys[i], static_cast<Kind>(kinds[i]), sizes[i], now);
+          const Kind kind = static_cast<Kind>(kinds[i]);
+          const uint32_t id = index_.reserve(keys[i], kind, sizes[i], now, may_go);
           if (id == kNone) break;
           const Slot &slot = index_.slot(id);
           const int64_t unbacked = slot.is_backed ? 0 : index_.room_of(id);
@@ -242,6 +246,14 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
     const int32_t failed = code == PDS_OK ? back(places) : code;
     return failed == PDS_OK && places->empty() && !keys.empty() ? int32_t{PDS_ERR_FULL} : failed;
   });
+}
+
+int32_t Arena::make_room(const Keys &keys, const uint8_t *kinds, const int64_t *sizes) {
+  Places places;
+  const int32_t code = reserve(keys, kinds, sizes, &places, -1, MayGo::kKept);
+  const int32_t freed = abandon(places);
+  if (code != PDS_OK) return code;
+  return freed == PDS_OK && places.size() < keys.size() ? int32_t{PDS_ERR_FULL} : freed;
 }
 
 // Has the file system allocate the memory of slots, else writing to them could raise SIGBUS. It

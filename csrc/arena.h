@@ -47,8 +47,11 @@ class Arena {
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the leading keys for which there is room; without a slot for a stored key.
+  // may_go: with kKept, stored keys are leased and count as used first.
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                  int64_t lock_ns);
+                  int64_t lock_ns, MayGo may_go = MayGo::kUnkept);
+  // Reserves places for which kept values may go, and frees them again.
+  int32_t make_room(const Keys &keys, const uint8_t *kinds, const int64_t *sizes);
   // done: how many leading places this process still owned; their values are stored now.
   int32_t publish(const Places &places, int64_t *done, int64_t lock_ns);
   // Frees reserved places; if the lock is not free in time, the next call frees them.

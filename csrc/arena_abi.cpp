@@ -161,6 +161,15 @@ extern "C" int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num
   return arena->arena->oldest_age(bytes, num_values, age_ns);
 }
 
+extern "C" int32_t pds_arena_make_room(pds_arena *arena, const char *keys, const uint8_t *kinds,
+                                       const int64_t *sizes, int64_t num_keys) {
+  if (!pds::arena::are_kinds(kinds, num_keys) || !pds::arena::are_sizes(sizes, num_keys, 1)) {
+    return PDS_ERR_ARGUMENT;
+  }
+  const auto make = [&](Arena &a, const Keys &all) { return a.make_room(all, kinds, sizes); };
+  return with_keys(arena, keys, num_keys, make);
+}
+
 extern "C" int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values,
                                   int64_t room, int64_t *count) {
   if (*next < 0 || room < 1) return PDS_ERR_ARGUMENT;

@@ -216,13 +216,13 @@ void Index::touch(uint32_t id, int64_t now) {
   slab.lease_end = std::max(slab.lease_end, used.lease_end);
 }
 
-uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now) {
+uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go) {
   int64_t units = units_of(bytes);
   if (kind == kShortLived) units = std::min(rounded(units), geometry_.slots_per_slab);
   if (units > geometry_.slots_per_slab) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;
-  const uint32_t id = reserve_slot(*sized, kind, now);
+  const uint32_t id = reserve_slot(*sized, kind, now, may_go);
   if (id == kNone) return kNone;
   Slot &taken = slot(id);
   taken.kind = kind, taken.key_bytes = static_cast<uint8_t>(key.size());

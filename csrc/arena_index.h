@@ -58,6 +58,8 @@ class Unlock {
 
 struct Damaged {};
 
+enum class MayGo { kUnkept, kKept };  // for a new value
+
 // The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
   return then >= 0 && then <= now ? now - then : std::numeric_limits<int64_t>::max();
@@ -80,8 +82,9 @@ class Index {
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
   // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
-  // kept, the oldest first; for a marker also kept values.
-  uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now);
+  // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
+  // that were used before `now`.
+  uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
   // Frees a slot, whatever it holds.
@@ -137,7 +140,7 @@ class Index {
     ++slot.generation;
     slot.state = State::kFree;
   }
-  uint32_t reserve_slot(Class &sized, Kind kind, int64_t now);
+  uint32_t reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go);
   // The first to go for a slot of a class: `slab` whole if it is not -1, else `slot`, or kNone.
   struct Oldest {
     uint32_t slot;
@@ -145,7 +148,7 @@ class Index {
   };
   Oldest oldest(Class &sized, int64_t now);
   bool evict(Class &sized, int64_t now);
-  bool sacrifice(Class &sized, int64_t now);
+  bool sacrifice(Class &sized, bool for_marker, int64_t now);
   uint32_t oldest_unkept(Class &sized, int64_t now);
   bool is_kept(const Slot &slot, int64_t now) const;
   bool is_denied(int64_t now) const;

@@ -48,11 +48,12 @@ Class &Index::class_of_slot(uint32_t id) {
   return *sized;
 }
 
-uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now) {
+uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go) {
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
     if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
     const bool is_marker = kind == kShortLived && sized.units == 1;
-    if (!evict(sized, now) && !(is_marker && sacrifice(sized, now))) return kNone;
+    const bool may_take = is_marker || may_go == MayGo::kKept;
+    if (!evict(sized, now) && !(may_take && sacrifice(sized, is_marker, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -143,17 +144,22 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
   return victim == kNone ? -1 : since(slots_[victim].used_at, now);
 }
 
-// Frees the oldest marker although it is kept; where there is none, the slab of another size that
-// was used longest ago. For a marker: a peer waits for it, and would wait in vain.
-bool Index::sacrifice(Class &sized, int64_t now) {
-  const auto is_needed = [](const Slot &slot) {
-    return slot.state != State::kFree && (slot.state != State::kStored || slot.kind == kForever);
+// Frees the oldest slot of a class although it is kept; where there is none, the slab of another
+// size that was used longest ago. For what a peer waits for. A marker may take any stored value's
+// place; a block takes none of a marker, nor of what was used at this very time: its own chain.
+bool Index::sacrifice(Class &sized, bool for_marker, int64_t now) {
+  const auto is_needed = [&](const Slot &slot) {
+    if (slot.state != State::kStored) return slot.state != State::kFree;
+    const bool is_marker = slot.kind == kShortLived && slot.bytes <= kUnit;
+    return slot.kind == kForever || (!for_marker && (is_marker || slot.used_at >= now));
   };
   uint32_t older = kNone;
   for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
     if (slot(id).older != older) throw Damaged();
     if (is_needed(slots_[id])) continue;
+    const int64_t full_until = sized.full_until;
     free(id);
+    sized.full_until = full_until;  // the others are kept as before
     return true;
   }
   const int64_t coldest = coldest_slab(sized, [&](int64_t slab) {

@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 20 };
+enum { PDS_ABI = 21 };
 
 enum {
   PDS_OK = 0,
@@ -198,6 +198,10 @@ int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
 // Gives the age of the value that goes first for `num_values` new ones of `bytes` each, in ns since
 // its last use; -1 if none has to go, or none may.
 int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num_values, int64_t *age_ns);
+// Evicts blocks and tails, leased ones too, until all of these values have room; the stored ones of
+// them get a lease and stay. PDS_ERR_FULL: not even then.
+int32_t pds_arena_make_room(pds_arena *arena, const char *keys, const uint8_t *kinds,
+                            const int64_t *sizes, int64_t num_keys);
 // Gives up to `room` values, in no order, and their count. `next`: 0 at first; set to what the next
 // call takes, or -1 after the last. A value that is stored or removed between calls may be missing.
 int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values, int64_t room,

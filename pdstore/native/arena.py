@@ -180,6 +180,14 @@ class NativeArena:
         self._check(code)
         return age.value / 1e9 if age.value >= 0 else None
 
+    def make_room(self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]) -> bool:
+        """Evicts, leased values too, until all of these have room; returns whether they have."""
+        values = joined(keys), kinds, (c_int64 * len(keys))(*sizes), len(keys)
+        code = self._calls.pds_arena_make_room(self._handle, *values)
+        if code != abi.Code.FULL:
+            self._check(code)
+        return bool(code == abi.Code.OK)
+
     def values(self) -> Iterator[tuple[str, int, float | None]]:
         """Yields key, bytes and seconds since the last use of each value, in no order.
 

@@ -17,7 +17,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 20
+ABI = 21
 CPU = -1
 RELAXED = 2
 """The capture mode in which a thread's calls do not disturb graph captures of other threads."""
@@ -122,6 +122,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],
     "pds_arena_oldest": [_P, c_int64, c_int64, _P],
+    "pds_arena_make_room": [_P, c_char_p, c_char_p, _P, c_int64],
     "pds_arena_list": [_P, _P, _P, c_int64, _P],
     "pds_arena_put": [_P, c_int64, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
     "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],

@@ -4,18 +4,19 @@ from pdstore.format.keys import BlockKey
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
 from pdstore.store.connect import open_store
 from pdstore.store.optional import (
+    EvictsByUse,
     FindsKeys,
     ListsValues,
     Room,
     StoredValue,
     TellsChanges,
-    TellsOldest,
     TellsRoom,
 )
 from pdstore.store.url import StoreURL
 
 __all__ = [
     "BlockKey",
+    "EvictsByUse",
     "FindsKeys",
     "Lifecycle",
     "ListsValues",
@@ -25,7 +26,6 @@ __all__ = [
     "StoreURL",
     "StoredValue",
     "TellsChanges",
-    "TellsOldest",
     "TellsRoom",
     "check_call",
     "open_store",

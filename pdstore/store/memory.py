@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
@@ -43,7 +43,7 @@ class _Shelf:
         with self.lock:
             if key in self.values:
                 return True
-            if not self._make_room(len(data)):
+            if not self.evict_for(len(data)):
                 return False
             now = self.clock()
             self.values[key] = _Value(data, now + FRESH_S, now)
@@ -83,22 +83,28 @@ class _Shelf:
             victims, _ = self._victims(num_bytes)
             return self.clock() - self.values[victims[0]].used_at if victims else None
 
-    def _make_room(self, num_bytes: int) -> bool:
-        victims, missing = self._victims(num_bytes)
+    def evict_for(self, num_bytes: int, spared: Collection[str] = ()) -> bool:
+        victims, missing = self._victims(num_bytes, spared)
         if missing > 0:
             return False
         self.drop(victims)
         self.num_evicted += len(victims)
         return True
 
-    def _victims(self, num_bytes: int) -> tuple[list[BlockKey], int]:
-        """Returns what goes for new bytes, and how many are missing even then: the rest is kept."""
+    def _victims(self, num_bytes: int, spared: Collection[str] = ()) -> tuple[list[BlockKey], int]:
+        """Returns what goes for new bytes, and how many are missing even then: the rest is kept.
+
+        spared: if there are any, all other blocks may go, also leased ones.
+        """
         now, victims = self.clock(), []
         goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
         for key, value in self.values.items():
             if goal <= 0:
                 break
-            if value.kept_until < now and kind_of(key) is not Kind.POOL:
+            kind, is_kept = kind_of(key), value.kept_until >= now
+            if spared:
+                is_kept = kind is Kind.HANDOFF or key in spared
+            if not is_kept and kind is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
         return victims, goal
@@ -202,6 +208,12 @@ class MemoryStore(Store):
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
         return self._enter([]).age_of_oldest(sum(sizes))
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        shelf = self._enter(keys)
+        with shelf.lock:
+            missing = [s for k, s in zip(keys, sizes, strict=True) if k not in shelf.values]
+            return shelf.evict_for(sum(missing), frozenset(keys))
 
     def close(self) -> None:
         self._lifecycle.end()

@@ -108,10 +108,10 @@ class TellsRoom(Protocol):
 
 
 @runtime_checkable
-class TellsOldest(Protocol):
-    """A store that evicts what was used longest ago, and knows how long ago that is.
+class EvictsByUse(Protocol):
+    """A store that evicts what was used longest ago: says how long ago, and makes room when asked.
 
-    `pdstore.worker.admission` decides by it whether a save may evict.
+    `pdstore.worker.save` decides by the age whether a save may evict.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -119,6 +119,13 @@ class TellsOldest(Protocol):
 
         sizes: of the new ones, in bytes. None if they have room without it, or nothing may go. It
         need not be exact. Leases nothing and counts as no use. Raises StoreError.
+        """
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        """Evicts, also what is leased, until these values have room; returns whether they do.
+
+        Only blocks and tails go: what was used longest ago, no more than must, and none of `keys`.
+        Another saver may still take the room. Raises StoreError.
         """
 
 

@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of
-from pdstore.store.optional import TellsOldest, find_optional
+from pdstore.store.optional import EvictsByUse, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.admission import Admission
 from pdstore.worker.job import ChildJob
@@ -35,14 +35,15 @@ class Mover:
 
     ends: the paged cache and the store.
     way: how values get to the store and back from it.
-    admission: decides whether a save is made, where the store tells what it would evict.
+    by_use: the store, if it evicts by use: it tells what would go, and makes room when asked.
+    admission: decides there whether a save is made; None if another instance waits for every save.
     """
 
     def __init__(self, ends: Ends, way: StoreEnd, admission: Admission | None = None) -> None:
         self.way = way
         self.ends = ends
-        self.oldest = find_optional(ends.store, TellsOldest)
-        self.admission = admission if self.oldest is not None else None
+        self.by_use = find_optional(ends.store, EvictsByUse)
+        self.admission = admission if self.by_use is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are in the store; renews their leases."""

@@ -181,6 +181,7 @@ class KVPool:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the saves that end them
             self._heartbeat.begin_beats(started)
+        is_awaited = is_awaited or handoff is not None or self._mover.admission is None
         work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)

@@ -1,6 +1,6 @@
 """Saves: what a save does, how its layers are released to it, and the flush that waits for all."""
 
-# Decision: docs/decisions/020-saves-behind-launch.md
+# Decision: docs/decisions/020-saves-behind-launch.md, docs/decisions/041-admission.md
 from __future__ import annotations
 
 import threading
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from pdstore.errors import JobResult, Reason, SaveFailed, StoreError
+from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
@@ -42,7 +42,7 @@ class SaveWork(Work):
 
     first_block: the blocks before it are stored or on their way already.
     handoff: publish the whole prompt under this name.
-    is_awaited: another instance waits for the blocks, so they are stored whatever goes for them.
+    is_awaited: another instance waits for the blocks: they are stored whatever goes for them.
     """
 
     mover: Mover
@@ -105,7 +105,7 @@ class SaveWork(Work):
                 self._note_uses(piece, values, num_stored)
                 values = values[num_stored:]
             if values:
-                moves.append(Move(values, ready))
+                moves.append(Move(values, ready, mends=partial(self._makes_room, child)))
             else:
                 self._note_copied(child)
         if not moves:
@@ -131,19 +131,27 @@ class SaveWork(Work):
     def _admits(self, child: ChildJob) -> bool:
         """Returns whether the save may evict: the same for all of its shares, the first one's."""
         if self._is_admitted is None:
-            answer = self.handoff is not None or self.is_awaited or self._is_worth_it(child)
+            answer = self.is_awaited or self._is_worth_it(child)
             with self.lock:
                 if self._is_admitted is None:
                     self._is_admitted = answer
         return self._is_admitted
 
+    def _makes_room(self, child: ChildJob, error: StoreError) -> bool:
+        """Has a full store evict leased values for all of an awaited prompt that it lacks."""
+        by_use, values = self.mover.by_use, self.prompt.values_from(0)
+        if by_use is None or not isinstance(error, StoreFull) or not self.is_awaited:
+            return False
+        with child.in_store_call():
+            return by_use.make_room(values.keys, values.sizes)
+
     def _is_worth_it(self, child: ChildJob) -> bool:
         """True if there is room, or the save is worth what goes for it and leaves no hole."""
-        admission, oldest = self.mover.admission, self.mover.oldest
-        if admission is None or oldest is None:
+        admission, by_use = self.mover.admission, self.mover.by_use
+        if admission is None or by_use is None:
             return True
         with child.in_store_call():
-            oldest_s = oldest.oldest_age_s(self.prompt.values_from(self.first_block).sizes)
+            oldest_s = by_use.oldest_age_s(self.prompt.values_from(self.first_block).sizes)
         if oldest_s is None or not admission.admits(oldest_s):
             return oldest_s is None
         before = self.prompt.values(BlockRange(max(0, self.first_block - 1), self.first_block)).keys
@@ -178,7 +186,8 @@ class SaveWork(Work):
         keys, ready = self.prompt.keys, self.mover.ends.swap.to_follow(self._ready)
         num_bytes = bytes_of(self.prompt.layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
-            move = Move(self.prompt.values(blocks), ready)
+            mends = partial(self._makes_room, child)
+            move = Move(self.prompt.values(blocks), ready, mends=mends)
             reason = self.mover.way.save(child, [move], lambda: None)
             if reason is not None:
                 return reason

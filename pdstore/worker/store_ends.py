@@ -41,11 +41,13 @@ class Move(NamedTuple):
 
     ready: an event that the copies wait for; a load reads the store before that.
     first_token: of the prompt; a load does not write the tokens before it.
+    mends: of a save: told why the store refused a value; True if it is to be tried again.
     """
 
     values: Values
     ready: ReadyEvent | None
     first_token: int = 0
+    mends: Callable[[StoreError], bool] = lambda _: False
 
     def tokens_before(self, layout: Layout) -> list[int]:
         """Returns for each value how many tokens of its block come before `first_token`.
@@ -144,7 +146,7 @@ class StagedEnd(StoreEnd):
                         self._start(Direction.SAVE, move._replace(values=window), slots)()
                     if not rest:
                         gathered()
-                    if not self._put(child, window, slots):
+                    if not _mended(partial(self._put, child, window, slots), move):
                         return Reason.STORE_ERROR
         return None
 
@@ -205,7 +207,7 @@ class StagedEnd(StoreEnd):
 
     def _start(self, direction: Direction, move: Move, slots: Slots) -> Callable[[], None]:
         """Starts the copies between the paged cache and the slots; returns what waits for them."""
-        values, ready, _ = move
+        values, ready, *_ = move
         before = move.tokens_before(self._ends.layout)
         columns = values.parts, values.block_ids, values.num_cells, before
         if self._native is not None:
@@ -287,7 +289,7 @@ class InPlaceEnd(StoreEnd):
         if self._fill(child, moves) is not None:
             for move in moves:
                 for one in move.values.blocks():
-                    self._fill_one(child, move._replace(values=one))
+                    _mended(partial(self._fill_one, child, move._replace(values=one)), move)
         for _ in moves:
             gathered()
         return None
@@ -374,6 +376,16 @@ class InPlaceEnd(StoreEnd):
             block_ids=block_ids.tobytes(),
             ready=self._swap.handle_of(move.ready),
         )
+
+
+def _mended(put: Callable[[], object], move: Move, tries: int = _MOST_TRIES) -> object:
+    """Puts values of a save, and tries again what the save has mended."""
+    try:
+        return put()
+    except StoreError as error:
+        if tries == 1 or not move.mends(error):
+            raise
+    return _mended(put, move, tries - 1)
 
 
 def _finish(

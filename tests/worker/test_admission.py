@@ -5,21 +5,23 @@ A save that is refused costs no copy; what another instance waits for is never r
 
 from __future__ import annotations
 
+import contextlib
 import random
 from hashlib import sha256
 
 import pytest
 
-from pdstore.errors import Reason
+from pdstore.errors import JobResult, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import POOL_ID_KEY
+from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker import movers
 from pdstore.worker.admission import Admission
 from tests.support.clock import Clock
-from tests.support.kv import BLOCK_BYTES
-from tests.support.pool_kit import P_BLOCKS, save
+from tests.support.kv import BLOCK_BYTES, POISON, settings_of
+from tests.support.pool_kit import P_BLOCKS, assert_loaded, load, save
 
 
 def names_of(number, count=20):
@@ -95,6 +97,9 @@ class Full(WrapperStore):
     def oldest_age_s(self, sizes):
         return self.age_s
 
+    def make_room(self, keys, sizes):
+        return False
+
     def put(self, keys, slots):
         self.num_puts += keys != [POOL_ID_KEY]
         return super().put(keys, slots)
@@ -141,6 +146,50 @@ def test_what_another_instance_waits_for_is_always_admitted(full, instance):
     handoff, _ = p.cache.announce(keys)
     assert save(p, range(200), first_token=128, handoff=handoff).reason is None
     assert save(instance(over=full, role="prefill"), range(500, 564)).reason is None
+
+
+@pytest.fixture(params=["shm", "file", "memory"])
+def leased(request, tmp_path):
+    """A pool with room for about 10 blocks, where all values stay leased."""
+    size = HEADER_BYTES + BLOCK_BYTES
+    urls = {
+        "shm": f"shm://leased?size={20 * size >> 16 << 16}&slab=64KiB&dir={tmp_path}&lease=600",
+        "file": f"file://{tmp_path}/pool?budget={10 * size}&lease=600",
+        "memory": f"memory://?budget={10 * size}&lease=600",
+    }
+    with contextlib.closing(open_store(urls[request.param], settings_of())) as store:
+        yield store
+
+
+def test_a_hand_off_finds_room_where_all_is_leased(leased, instance):
+    p, d = instance(over=leased), instance(over=leased, fill=POISON)
+    users = [range(1000 * n, 1000 * n + 128) for n in range(1, 9)]
+    had = [save(p, tokens) and p.cache.match(p.cache.keys(tokens)).num_tokens for tokens in users]
+    assert save(p, range(9000, 9200)).reason in (Reason.STORE_FULL, Reason.NOT_ADMITTED)
+    keys = p.cache.keys(range(200))
+    first = p.pool.begin_save(keys.prefix(64), P_BLOCKS, is_awaited=True)
+    first.layers_done(3)
+    assert first.job.wait(10).reason is None
+    handoff, params = p.cache.announce(keys)
+    assert save(p, range(200), first_token=64, handoff=handoff) == JobResult(200)
+    assert d.cache.lookup(keys, params).wait(10).num_tokens == 200
+    assert load(d, range(200)) == JobResult(200)
+    assert_loaded(p, d, 200)
+    have = [p.cache.match(p.cache.keys(tokens)).num_tokens for tokens in users]
+    lost = [before - now for before, now in zip(had, have, strict=True)]
+    assert lost[0] == 128, "it was used longest ago"
+    assert 0 < sum(lost) <= 256
+    assert lost == sorted(lost, reverse=True)
+
+
+def test_a_hand_off_larger_than_the_pool_evicts_nothing_leased(leased, instance):
+    p = instance(over=leased)
+    save(p, range(5000, 5128))
+    keys = p.cache.keys(range(1280))
+    handoff, _ = p.cache.announce(keys)
+    result = p.pool.save(keys, [n % 60 for n in range(80)], handoff=handoff).wait(10)
+    assert result.reason is Reason.STORE_FULL
+    assert p.cache.match(p.cache.keys(range(5000, 5128))).num_tokens == 128
 
 
 def test_users_in_turn_find_in_a_small_pool_what_it_holds(clock, instance, monkeypatch):

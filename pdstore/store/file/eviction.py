@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
@@ -113,6 +113,11 @@ class Evictor:
         if not self._is_known_full():
             self._evict(_on_disk(num_bytes), _PATIENCE_S)
 
+    def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
+        """Evicts for values of these sizes, also what is leased, but no file that is `spared`."""
+        needed = sum(map(_on_disk, sizes))
+        return self._evict(needed, _PATIENCE_S, spared) and self._used + needed <= self.budget
+
     def sacrifice(self) -> None:
         """Deletes the few values that were put last, fresh or leased.
 
@@ -170,11 +175,12 @@ class Evictor:
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until
 
-    def _evict(self, to_free: int, patience_s: float) -> bool:
+    def _evict(self, to_free: int, patience_s: float, spared: Collection[str] = ()) -> bool:
         """Looks and evicts, so that the budget has room for what is admitted and not written.
 
         At least `to_free` bytes are deleted, unless all is leased. False if another thread or
         process evicts for longer than `patience_s`.
+        spared: if there are any, all other blocks may go, until `to_free` new bytes have room.
         """
         end = time.monotonic() + patience_s
         while (lock := self._directory.lock()) is None:
@@ -183,7 +189,7 @@ class Evictor:
             time.sleep(0.002)
         start = self._clock()
         try:
-            used, freed = self._look_and_delete(to_free)
+            used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
         with self._lock:
@@ -195,7 +201,7 @@ class Evictor:
             self._full_until = now + 10 * (now - start)  # a scan per put would be all we do
         return True
 
-    def _look_and_delete(self, to_free: int) -> tuple[int, int]:
+    def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
         """Returns how many bytes are left, and how many were deleted."""
         now = time.time_ns()
         self._directory.sweep()
@@ -207,13 +213,17 @@ class Evictor:
                 freed += self._delete(file)
                 continue
             used += _on_disk(file.size)
-            if kind is not Kind.POOL and not _is_kept(file, now):
+            is_spared = kind is Kind.HANDOFF or file.name in spared
+            if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
                 candidates.append(file)
-        goal = min(self._goal, self.budget - self._pending)
-        if freed < to_free:
+        goal, num_seen = min(self._goal, self.budget - self._pending), 0
+        if spared:
+            goal = self.attainable - self._pending - to_free
+            if used - sum(_on_disk(file.size) for file in candidates) > goal:
+                candidates.clear()
+        elif freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
-        candidates.sort(key=lambda f: (f.mtime_ns <= now, f.mtime_ns))
-        num_seen = 0
+        candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, f.mtime_ns))
         while used > goal and num_seen < len(candidates):
             num_bytes = self._delete(candidates[num_seen])
             used, freed, num_seen = used - num_bytes, freed + num_bytes, num_seen + 1

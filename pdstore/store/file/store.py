@@ -202,6 +202,12 @@ class FileStore(Store):
         with named_error(self.label, "cannot be looked at"):
             return self._evictor.age_of_oldest(sizes)
 
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        paths = self._enter(keys)
+        missing = [n for path, n in zip(paths, sizes, strict=True) if not os.access(path, os.F_OK)]
+        with named_error(self.label, "cannot make room"):
+            return self._evictor.clear_room(missing, frozenset(keys))
+
     def close(self) -> None:
         if self._lifecycle.end():
             self._bell.close()
