@@ -99,10 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
     add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     add("--header-timeout", type=_seconds, default=30.0, help="seconds headers may take to arrive")
-    return parser
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
