@@ -23,7 +23,7 @@ DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
 .PHONY: help packages setup setup-vllm native demo test test-vllm nightly chaos check docs bench
-.PHONY: test-apart test-others bench-handoff release coverage coverage-seams coverage-vllm coverage-report
+.PHONY: test-apart test-others bench-handoff bench-load release coverage coverage-seams coverage-vllm coverage-report
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ bench: setup ## How fast keys are computed and blocks put and got
 bench-handoff: setup ## What a client waits for between P's answer and D's first token, on the CPU
 	@$(BIN)/python -m benchmarks.handoff --cpu --stores file shm redis --tokens 1024 --rounds 1 \
 	  --burst 2 --check-following
+
+bench-load: setup ## What an engine serves under load without the pool and with it, on the CPU
+	@$(BIN)/python -m benchmarks.load --cpu --windows 1 --kinds plain shm concurrent
 
 release: .venv-release/.stamp ## Build and check the sources and the wheels (PROCESSORS="x86_64 aarch64")
 	@PYTHON=.venv-release/bin/python scripts/release.sh $(PROCESSORS)

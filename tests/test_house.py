@@ -39,7 +39,7 @@ BUDGET = {
     "modules in circles": 0,
     "overloaded method names": 0,
     "lines of native sources": 5_000,
-    "lines of tests": 31_500,
+    "lines of tests": 31_800,
     "nightly marks": 35,
     "lines of benchmarks, examples and integrations": 17_400,
 }

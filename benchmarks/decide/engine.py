@@ -14,6 +14,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -34,8 +35,8 @@ LEARNING_WAVES = 3
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=None)
-    parser.add_argument("--stores", type=int, nargs="+", default=[5, 100], metavar="MB/S")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--stores", type=int, nargs="+", default=[2, 10, 50], metavar="MB/S")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--waves", type=int, default=8)
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
@@ -49,37 +50,35 @@ def measure(given: argparse.Namespace) -> Report:
         make_model(SHAPE, model, "cpu", "float32")
         for mb_s in given.stores:
             for at_once in given.at_once:
+                p = open_engine(model, "prefill", f"memory://{mb_s}-{at_once}", "always")
                 ways = [Way(model, mode, mb_s, at_once) for mode in MODES]
                 for _ in range(LEARNING_WAVES + given.waves):
+                    prompts = hand_over(p, at_once)
                     for way in ways:
-                        way.wave()
+                        way.wave(prompts)
                 report.add(mb_s, at_once, TOKENS, *(way.median_s() for way in ways), ways[2].said())
-                for way in ways:
-                    way.stop()
+                for engine in (p, *(way.engine for way in ways)):
+                    engine.stop()
     return report
 
 
 class Way:
-    """A P, and a D that follows one way of PDSTORE_LOAD, over a store of their own."""
+    """A D that follows one way of PDSTORE_LOAD, whose reads of the store are slowed."""
 
     def __init__(self, model: Path, mode: str, mb_s: int, at_once: int) -> None:
-        name = f"decide-{mode}-{mb_s}-{at_once}"
         rates = f"bytes_per_s={mb_s}MB&error_rate=0&miss_rate=0&corrupt_rate=0"
-        self._p = open_engine(model, "prefill", f"memory://{name}", "always")
-        self._d = open_engine(model, "decode", f"faulty+memory://{name}?{rates}", mode)
-        self._chance, self._at_once = random.Random(0), at_once
+        url = f"faulty+memory://{mb_s}-{at_once}?{rates}"
+        self.engine = open_engine(model, "decode", url, mode)
         self._waves: list[list[float]] = []
         self._decided: list[str] = []
 
-    def wave(self) -> None:
-        """Hands prompts over and notes the times of their first tokens."""
-        asked = []
-        for _ in range(self._at_once):
-            prompt = [self._chance.randrange(2000) for _ in range(TOKENS)]
-            saved = Request(prompt, 1, ignore, kv_transfer_params={"do_remote_decode": True})
-            first_token(self._p, [saved])
-            asked.append(Request(prompt, 1, ignore, kv_transfer_params=saved.answer_params))
-        self._waves.append(first_token(self._d, asked))
+    def wave(self, prompts: Sequence[Request]) -> None:
+        """Asks for prompts that P has saved, and notes the times of their first tokens."""
+        asked = [
+            Request(saved.token_ids[:TOKENS], 1, ignore, kv_transfer_params=saved.answer_params)
+            for saved in prompts
+        ]
+        self._waves.append(first_token(self.engine, asked))
         self._decided += [request.decided["decision"] for request in asked if request.decided]
 
     def median_s(self) -> float:
@@ -88,12 +87,23 @@ class Way:
 
     def said(self) -> str:
         """Returns how often D took each decision, in the waves that count."""
-        counted = Counter(self._decided[LEARNING_WAVES * self._at_once :])
+        num_early = LEARNING_WAVES * len(self._waves[0])
+        counted = Counter(self._decided[num_early:])
         return ", ".join(f"{count} {way}" for way, count in counted.most_common())
 
-    def stop(self) -> None:
-        self._p.stop()
-        self._d.stop()
+
+def hand_over(p: Engine, at_once: int) -> list[Request]:
+    """Has P compute new prompts; returns its requests when all of them are stored."""
+    params = {"do_remote_decode": True}
+    saved = [
+        Request(random.choices(range(2000), k=TOKENS), 1, ignore, kv_transfer_params=params)
+        for _ in range(at_once)
+    ]
+    for request in saved:
+        first_token(p, [request])
+    assert p.adapter is not None
+    p.adapter.pool.flush(60)  # what D follows is always loaded
+    return saved
 
 
 def first_token(engine: Engine, requests: list[Request]) -> list[float]:
@@ -127,7 +137,7 @@ def open_engine(model: Path, role: str, url: str, load: str) -> Engine:
     config = Config(
         model=model,
         settings=settings,
-        num_blocks=8 * TOKENS // BLOCK,
+        num_blocks=9 * TOKENS // BLOCK,
         max_num_batched_tokens=TOKENS,
         max_model_len=TOKENS + BLOCK,
     )

@@ -9,7 +9,8 @@ Rows are comparable within one run. `shm@TREE` is a kind of pdstore from another
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
 offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
-pdstore; `relayed` and `concurrent` are P and D.
+pdstore; `relayed` and `concurrent` are P and D; `two` are two instances with one pool behind a
+router, and `two_affinity` behind one that sends a prompt where its prefix went before.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.command import parser_of, run
-from benchmarks.load.client import Answer, Client
-from benchmarks.load.kinds import Fleet, Kind, kinds
+from benchmarks.load.client import Answer, Client, Mode
+from benchmarks.load.kinds import Fleet, kinds
 from benchmarks.load.workloads import WORKLOADS, Plan, Sizes, Workload
 from benchmarks.report import Cell, Report
 from examples.demo.client import counters
@@ -51,6 +52,13 @@ def main() -> None:
         return
     if given.json is not None and "load" not in given.json.name:
         sys.exit("--json: a name with `load` in it, so that results are found together")
+    known = kinds(given.pool, workload.sizes, {})
+    for name in given.kinds:
+        what, _, tree = name.partition("+")[0].partition("@")
+        if what not in known:
+            sys.exit(f"{what}: no such kind; there are {', '.join(known)}")
+        if tree and tree not in given.trees:
+            sys.exit(f"--kinds {name}: --trees names no {tree}")
     run(lambda: measure(given, workload), given.json)
 
 
@@ -87,8 +95,8 @@ def _measured(
     with tempfile.TemporaryDirectory(dir=scratch) as pool, Processes() as processes:
         kind = kinds(Path(pool), plan.sizes, dict(map(_pair, settings)))[what]
         fleet = Fleet(processes, scratch, plan.sizes, given.engine, given.options, is_cpu=given.cpu)
-        urls = fleet.start(what, kind, root, given.start_seconds)
-        client, counts = asyncio.run(_load(workload, plan, kind, urls, seconds))
+        urls, asked = fleet.start(what, kind, root, given.start_seconds)
+        client, counts = asyncio.run(_load(workload, plan, kind.mode, urls, asked, seconds))
         processes.check()
     for number in range(given.windows):
         begin = given.warm + number * given.window
@@ -101,16 +109,16 @@ def _measured(
 
 
 async def _load(
-    workload: Workload, plan: Plan, kind: Kind, urls: list[str], seconds: float
+    workload: Workload, plan: Plan, mode: Mode, urls: list[str], asked: list[str], seconds: float
 ) -> tuple[Client, list[Cell]]:
     """Returns the client, and what the servers counted meanwhile."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
-        warm_up = Client(http, urls, kind.mode, seconds)
+        warm_up = Client(http, asked, mode, seconds)
         for number in range(_WARM_UP):
             await warm_up.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
         before = [counters(url) for url in urls]
-        client = Client(http, urls, kind.mode, seconds)
+        client = Client(http, asked, mode, seconds)
         await workload.run(client, plan)
     client.errors += warm_up.errors
     after = [counters(url) for url in urls]

@@ -26,6 +26,7 @@ _LMCACHE_PORTS = (6555, 8095, 9095)
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 _SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 _BLOCK = 64
+_ROUTER_S = 30.0
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -41,6 +42,7 @@ class Kind(NamedTuple):
     """The servers of one kind, and the way to ask them.
 
     service: the command of a server beside the engines, and the port where it listens.
+    router: options of a router in front of the engines, which is asked then; None: there is none.
     gpu: tokens of the engine's own cache, where it is not the workload's.
     """
 
@@ -48,6 +50,7 @@ class Kind(NamedTuple):
     mode: Mode = "alone"
     service: tuple[Sequence[str], int] | None = None
     gpu: int | None = None
+    router: Sequence[str] | None = None
 
 
 def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Kind]:
@@ -79,6 +82,8 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "files": Kind([instance(f"{files}?budget={num_bytes}")]),
         "relayed": Kind(pair, "relayed"),
         "concurrent": Kind(pair, "concurrent"),
+        "two": Kind([instance(arena)] * 2, router=()),
+        "two_affinity": Kind([instance(arena)] * 2, router=("--affinity", "prefix")),
     }
 
 
@@ -118,8 +123,10 @@ class Fleet:
         self._processes, self._model, self._sizes = processes, scratch / "model", sizes
         self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
 
-    def start(self, name: str, kind: Kind, tree: Path, within_s: float) -> list[str]:
-        """Returns the URLs of the engines, once all answer. Raises DemoError."""
+    def start(
+        self, name: str, kind: Kind, tree: Path, within_s: float
+    ) -> tuple[list[str], list[str]]:
+        """Returns the URLs of the engines, and those to ask, once all answer. Raises DemoError."""
         self._make_model()
         environment = self._environment(tree)
         if kind.service is not None:
@@ -140,7 +147,16 @@ class Fleet:
                 environment | dict(each.environment),
             )
         self._processes.wait_ready(within_s, lambda text: None)
-        return urls
+        return urls, self._start_router(urls, kind.router) if kind.router is not None else urls
+
+    def _start_router(self, urls: Sequence[str], options: Sequence[str]) -> list[str]:
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "examples.router", "--port", str(port), *options]
+        command += [word for each in urls for word in ("--decode", each)]
+        self._processes.start("load-router", command, partial(is_healthy, url))
+        self._processes.wait_ready(_ROUTER_S, lambda text: None)
+        return [url]
 
     def _environment(self, tree: Path) -> dict[str, str]:
         multiprocessing = "0" if self._is_cpu else "1"

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prefill=tuple(given.prefill),
         decode=tuple(given.decode),
         mode=given.mode,
+        by_prefix=given.affinity == "prefix",
         first_token=given.first_token,
         retries=given.retries,
         prefill_timeout_s=given.prefill_timeout,
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--prefill", action="append", type=_url, required=True, help="a P's URL; may be repeated")
+    prefill = "a P's URL; may be repeated; none: each instance of --decode does all of a request"
+    add("--prefill", action="append", type=_url, default=[], help=prefill)
     add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
     add("--host", default="127.0.0.1")
     add("--port", type=_port, default=8000)
@@ -78,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         default="relay",
         help="relay: P first, then D with P's kv_transfer_params. concurrent: both at once",
     )
+    affinity = "none: instances take turns. prefix: a prompt goes where most of it went before"
+    add("--affinity", choices=("none", "prefix"), default="none", help=affinity)
     add(
         "--first-token",
         choices=("prefill", "decode"),
@@ -95,10 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
     add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
+    _add_limits(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     add("--header-timeout", type=_seconds, default=30.0, help="seconds headers may take to arrive")
-    return parser
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

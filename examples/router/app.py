@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from examples.router import intake
 from examples.router.calls import Calls
 from examples.router.counts import CountedApp, Counts
-from examples.router.exchange import ConcurrentExchange, Exchange
+from examples.router.exchange import AloneExchange, ConcurrentExchange, Exchange
 from examples.router.health import check
 from examples.router.intake import Asked, Limits
 from examples.router.refusal import Refusal
@@ -54,6 +54,7 @@ class Options:
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
     mode: Mode = "relay"
+    by_prefix: bool = False
     first_token: FirstTokenOf = "decode"
     retries: int = 0
     prefill_timeout_s: float = 60.0
@@ -104,8 +105,8 @@ def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIAp
 
 def _calls_of(options: Options, client: httpx.AsyncClient, counts: Counts) -> Calls:
     """Returns the calls of the instances; warns of one that shall be both P and D."""
-    prefills = Rotation("prefill", options.prefill)
-    decodes = Rotation("decode", options.decode)
+    prefills = Rotation("prefill", options.prefill, by_prefix=options.by_prefix)
+    decodes = Rotation("decode", options.decode, by_prefix=options.by_prefix)
     for url in {p.url for p in prefills.upstreams} & {d.url for d in decodes.upstreams}:
         log.warning("%s is --prefill and --decode: give each the URL of its own instance", url)
     timeout = httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S)
@@ -136,6 +137,8 @@ def _open_status(port: int | None, shown: RouterStatus) -> StatusServer | None:
 
 
 def _exchange_of(options: Options) -> type[Exchange]:
+    if not options.prefill:
+        return AloneExchange
     if options.mode == "concurrent":
         return ConcurrentExchange
     return SplicedExchange if options.first_token == "prefill" else Exchange

@@ -48,6 +48,7 @@ class Calls:
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
         self._quiet_until = 0.0
+        self._opened: dict[str, list[Upstream]] = {}  # by request
 
     @property
     def upstreams(self) -> list[Upstream]:
@@ -61,9 +62,10 @@ class Calls:
         """
         content = _content(prefill_body(asked.body, params))
         rest_s = self._prefill_timeout.read or 0.0
-        for upstream in self.prefills.in_turn():
+        for upstream in self.prefills.in_turn(asked.body):
             if upstream.is_spared(rest_s):
                 continue
+            self._open(upstream, asked)
             try:
                 answer = await self.client.post(
                     upstream.url + asked.path,
@@ -97,13 +99,14 @@ class Calls:
         not answer (502, 504) or none could be reached (503).
         """
         content = _content(decode_body(asked.body, params, asked.prompt_ids))
-        for upstream in self.decodes.in_turn():
+        for upstream in self.decodes.in_turn(asked.body):
             request = self.client.build_request(
                 "POST",
                 upstream.url + asked.path,
                 content=content,
                 headers={**_JSON, **asked.headers},
             )
+            self._open(upstream, asked)
             try:
                 answer = await self.client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -127,6 +130,15 @@ class Calls:
                     )
                 return answer
         raise Refusal.of(503, "no decode instance can be reached: see /health")
+
+    def end(self, asked: Asked) -> None:
+        """Takes note that a request is over: it is no load of the instances any more."""
+        for upstream in self._opened.pop(asked.request_id, ()):
+            upstream.num_open -= 1
+
+    def _open(self, upstream: Upstream, asked: Asked) -> None:
+        upstream.num_open += 1
+        self._opened.setdefault(asked.request_id, []).append(upstream)
 
     def _tell_of_no_params(self, upstream: Upstream) -> None:
         """Warns, once in a while, of a P that hands nothing over."""

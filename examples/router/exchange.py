@@ -49,6 +49,7 @@ class Exchange:
                     group.cancel_scope.cancel()
                 self.routed.timer.end("answer")
                 self._calls.timeline.add(self.routed)
+                self._calls.end(self._asked)
 
     async def _exchange(
         self, group: anyio.abc.TaskGroup, scope: Scope, receive: Receive, send: Send
@@ -154,6 +155,13 @@ class Exchange:
             return
         self._is_begun = True
         self._calls.counts.first_byte.observe(time.monotonic() - self._begin)
+
+
+class AloneExchange(Exchange):
+    """Asks one instance, which prefills and decodes: for a router without Ps."""
+
+    async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
+        return await self._decode(self._asked, None)
 
 
 class ConcurrentExchange(Exchange):

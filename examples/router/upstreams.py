@@ -1,4 +1,4 @@
-"""The engine instances of one role, in round robin."""
+"""The engine instances of one role, in round robin or by what they had before."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from examples.router.affinity import Affinity
+from examples.router.bodies import Json
 
 Role = Literal["prefill", "decode"]
 
@@ -18,12 +21,14 @@ class Upstream:
 
     down_until: until then the others are asked first.
     silent_until: until then nobody waits for it; None unless it let a request wait in vain.
+    num_open: requests that it has and has not answered.
     """
 
     url: str
     role: Role
     down_until: float = 0.0
     silent_until: float | None = None
+    num_open: int = 0
 
     def went_down(self) -> None:
         """Notes that it could not be reached: for a while the others are asked first."""
@@ -57,21 +62,26 @@ class Upstream:
 
 
 class Rotation:
-    """The instances of one role: each call starts with the next one.
+    """The instances of one role: each call starts with the next one, or by affinity.
 
     An instance that was down a moment ago comes last and is never left out: a request fails only
     after every instance was asked.
     """
 
-    def __init__(self, role: Role, urls: Sequence[str]) -> None:
+    def __init__(self, role: Role, urls: Sequence[str], *, by_prefix: bool = False) -> None:
         self.upstreams = [Upstream(url.rstrip("/"), role) for url in urls]
+        self._affinity = Affinity() if by_prefix else None
         self._first = 0
 
-    def in_turn(self) -> list[Upstream]:
-        """Returns every instance, in the order to try them for one request."""
+    def in_turn(self, body: Json | None = None) -> list[Upstream]:
+        """Returns every instance, in the order to try them for one request with this body."""
         if not self.upstreams:
             return []
         first, now = self._first, time.monotonic()
         self._first = (first + 1) % len(self.upstreams)
         turned = self.upstreams[first:] + self.upstreams[:first]
+        if self._affinity is not None and body is not None:
+            up = [upstream for upstream in turned if upstream.down_until <= now] or turned
+            chosen = self._affinity.choose(body, up)
+            turned.sort(key=lambda upstream: upstream is not chosen)
         return sorted(turned, key=lambda upstream: upstream.down_until > now)

@@ -204,16 +204,14 @@ class EngineRequest:
         # would give back the block that only the last token's window still reads.
         most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
-        if self.prompt_times is None:
+        is_followed = self.found.follow is not None and self.settings.load == "auto"
+        if self.prompt_times is None or is_followed:  # what D follows takes P's time
             return end
         self.decision = self.prompt_times.decide(
-            self,
-            start=num_present,
-            found=end,
-            num_tokens=num_tokens,
-            follows=self.found.follow is not None,
-            is_preempted=self._is_fed,
+            self, start=num_present, found=end, num_tokens=num_tokens
         )
+        if self._is_fed:  # it was preempted: nobody tells when it is all computed again
+            self.prompt_times.forget(self)
         return self.decision.num_tokens
 
     def plan_load(self, end: int, room: int) -> LoadPlan:
@@ -249,7 +247,8 @@ class EngineRequest:
         num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
         num_loaded = max(plan.first_token, num_loaded)
         if self.prompt_times is not None:
-            self.prompt_times.load_ended(self, num_loaded)
+            took = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
+            self.prompt_times.load_ended(self, num_loaded, max(took, default=0.0))
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
@@ -261,7 +260,7 @@ class EngineRequest:
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
         """Gives up loads for this request, because something failed."""
         if self.prompt_times is not None:
-            self.prompt_times.load_ended(self, self.num_present)
+            self.prompt_times.load_ended(self, self.num_present, 0.0)
         self.may_load = False
         self._load = None
         self._shortfall = self._shortfall or reason

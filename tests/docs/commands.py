@@ -32,6 +32,7 @@ RUN_BY = {
     "make docs": "Makefile",  # of `make check`
     "make demo": ".ci/run",
     "make chaos*": ".ci/run",
+    "make bench-load": ".ci/run",
     "pip install *pdstore[[]*": f"{TESTED_HERE}::test_an_extra_of_a_page_is_one",
     "pip install examples/store_plugin": _PLUGIN,
     "pytest examples/store_plugin/tests": _PLUGIN,

@@ -18,9 +18,18 @@ def clock():
     return Clock()
 
 
-@pytest.fixture
-def prompt_times(clock):
-    return PromptTimes("auto", 64, clock=clock)
+@pytest.fixture(params=[("load", 1100), ("compute", 900)], ids=["faster", "slower"])
+def prompt_times(request, clock):
+    """Two that know their store: it brings more, or fewer, than 1,000 tokens a second."""
+    way, rate = request.param
+    times = PromptTimes("auto", 64, clock=clock)
+    for name in ("first", "second"):
+        times.decide(name, start=0, found=1000, num_tokens=1000)
+        clock.now += 1000 / rate
+        times.load_ended(name, 1000, 1000 / rate)
+        times.forget(name)
+    yield times
+    assert times.decide("last", start=0, found=1000, num_tokens=1000).way == way
 
 
 @pytest.fixture
@@ -38,11 +47,6 @@ def decided(instance, prompt_times):
     return decided
 
 
-def estimate(decided):
-    """The seconds that a prompt of this length is expected to take."""
-    return decided().decision.compute_s
-
-
 def test_the_time_from_the_first_step_to_the_first_token_is_the_prompts(clock, decided):
     request = decided()
     request.begin_step(0, 600)
@@ -50,7 +54,6 @@ def test_the_time_from_the_first_step_to_the_first_token_is_the_prompts(clock, d
     request.begin_step(600, 1000)
     clock.now += 0.4
     request.end_prompt()
-    assert estimate(decided) == pytest.approx(1.0)
 
 
 def test_prompts_that_run_together_share_the_time(clock, decided):
@@ -60,4 +63,15 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
     clock.now += 2.0
     for request in pair:
         request.end_prompt()
-    assert estimate(decided) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("load", "end"), [("auto", len(TOKENS)), ("never", 0)])
+def test_auto_loads_what_d_follows_whatever_it_costs(instance, load, end):
+    p, d = instance(), instance()
+    handoff, params = p.cache.announce(p.cache.keys(TOKENS))
+    p.pool.start_handoff(handoff, len(TOKENS))
+    keys, times = d.cache.keys(TOKENS), PromptTimes("never", 64)
+    request = EngineRequest(d.cache, settings_of(load=load), keys, params, prompt_times=times)
+    eventually(request.poll)
+    assert request.found.follow == handoff
+    assert request.find(0, len(TOKENS)) == end

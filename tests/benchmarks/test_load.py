@@ -1,0 +1,90 @@
+"""The load benchmark: its workloads are drawn from a seed, and it says what it cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.load.workloads import WORKLOADS, Plan
+
+
+class Listener:
+    """Answers at once, and keeps what it was asked; the load is over after so many questions."""
+
+    def __init__(self, most=40):
+        self.asked, self.now, self._most = [], 0.0, most
+
+    @property
+    def is_over(self):
+        return len(self.asked) >= self._most
+
+    async def ask(self, prompt, max_tokens, turn=0):
+        self.now += 0.01
+        self.asked.append((turn, tuple(prompt)))
+        return [1] * max_tokens
+
+
+def asked_by(name, trace=None, seed=1):
+    sizes = replace(WORKLOADS[name].sizes.shrunk(), think_s=(0.0, 0.0), users=2, rate=1e4)
+    listener = Listener()
+    asyncio.run(WORKLOADS[name].run(listener, Plan(sizes, seed, trace)))
+    return sizes, listener.asked
+
+
+@pytest.fixture
+def trace(tmp_path):
+    blocks = [[1, 2], [1, 2, 3], [4]]
+    lines = [
+        {"timestamp": n, "input_length": 300 * len(ids), "output_length": 9, "hash_ids": ids}
+        for n, ids in enumerate(blocks * 20)
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_drawn_from_its_seed_and_fits_the_engine(name, trace):
+    sizes, asked = asked_by(name, trace)
+    assert asked
+    assert all(len(prompt) + sizes.answer <= sizes.longest + 1024 for _, prompt in asked)
+    assert set(asked_by(name, trace)[1]) & set(asked)
+    assert not set(asked_by(name, trace, seed=2)[1]) & set(asked)
+
+
+def test_a_turn_asks_with_all_that_was_said_before():
+    _, asked = asked_by("turns")
+    longest = max(asked, key=lambda each: each[0])[1]
+    before = [prompt for turn, prompt in asked if turn == 0 and longest[: len(prompt)] == prompt]
+    assert len(before) == 1
+
+
+def test_nothing_is_shared_where_it_says_so():
+    _, asked = asked_by("unique")
+    assert len({prompt[:16] for _, prompt in asked}) == len(asked)
+
+
+def test_prompts_share_what_a_traces_ids_say(trace):
+    _, asked = asked_by("trace", trace)
+    assert len({prompt[:300] for _, prompt in asked}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--workload", "pd"], 0, "skipped: pd replays a trace"),
+        (["--cpu", "--json", "turns.json"], 1, "a name with `load` in it"),
+        (["--cpu", "--engine", "vllm", "--kinds", "shm@old"], 1, "--trees names no old"),
+        (["--cpu", "--kinds", "swift"], 1, "swift: no such kind"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(options, status, said):
+    command = [sys.executable, "-m", "benchmarks.load", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, said in done.stdout + done.stderr) == (status, True)
+    assert "Traceback" not in done.stderr
