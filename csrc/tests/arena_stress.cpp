@@ -107,6 +107,7 @@ void reserve(View &view, Batch &batch, bool bytes_count) {
   pds::arena::Places places;
   pds::arena::Arena &arena = *view.arena->arena;
   expect(pds::arena::read_keys(batch.keys.data(), batch.count(), &keys), "keys");
+  if (batch.count() % 3 == 0) arena.make_room(keys, batch.kinds.data(), batch.sizes.data());
   if (arena.reserve(keys, batch.kinds.data(), batch.sizes.data(), &places, -1) != PDS_OK) return;
   batch.fill();
   for (size_t n = 0; n < places.size(); ++n) {

@@ -80,7 +80,7 @@ class Store(ABC):
 
     @property
     def lease_s(self) -> float:
-        """Seconds for which a matched key is safe from eviction; 0: nothing is promised."""
+        """Seconds for which no put evicts a matched key; 0: nothing is promised."""
         return 0.0
 
     @abstractmethod

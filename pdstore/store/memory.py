@@ -101,10 +101,9 @@ class _Shelf:
         for key, value in self.values.items():
             if goal <= 0:
                 break
-            kind, is_kept = kind_of(key), value.kept_until >= now
-            if spared:
-                is_kept = kind is Kind.HANDOFF or key in spared
-            if not is_kept and kind is not Kind.POOL:
+            is_spared = kind_of(key) is Kind.HANDOFF or key in spared
+            is_kept = is_spared if spared else value.kept_until >= now
+            if not is_kept and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)
         return victims, goal

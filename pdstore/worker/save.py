@@ -186,8 +186,7 @@ class SaveWork(Work):
         keys, ready = self.prompt.keys, self.mover.ends.swap.to_follow(self._ready)
         num_bytes = bytes_of(self.prompt.layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
-            mends = partial(self._makes_room, child)
-            move = Move(self.prompt.values(blocks), ready, mends=mends)
+            move = Move(self.prompt.values(blocks), ready, mends=partial(self._makes_room, child))
             reason = self.mover.way.save(child, [move], lambda: None)
             if reason is not None:
                 return reason

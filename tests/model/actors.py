@@ -22,12 +22,12 @@ from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.follow import Follow
-from pdstore.worker.heartbeat import MarkWork, put_beat
+from pdstore.worker.heartbeat import put_beat
 from pdstore.worker.job import ChildJob, Job
 from pdstore.worker.load import LoadWork
 from pdstore.worker.movers import Mover
 from pdstore.worker.reading import Ends
-from pdstore.worker.save import SaveWork
+from pdstore.worker.save import MarkWork, SaveWork
 from pdstore.worker.staging import Staging
 from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.base import TorchSwap

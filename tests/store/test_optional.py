@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import pytest
 
-from pdstore.errors import StoreClosed
+from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
-from pdstore.store.optional import FindsKeys, find_optional
+from pdstore.store.optional import EvictsByUse, FindsKeys, find_optional
 from pdstore.store.wrappers import GuardedStore
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import put as put_values
 
 SETTINGS = read_settings()
 KEYS = [BlockKey(f"pds1:{'0' * 32}:handoff:{i:032x}:0:done") for i in range(40)]
@@ -95,3 +98,24 @@ def test_a_closed_store_tells_nothing(files):
     files[0].close()
     with pytest.raises(StoreClosed):
         files[0].wait_for_change(None, 0.0)
+
+
+@pytest.mark.parametrize(
+    "kind", ["memory://?budget", "file://{}/pool?budget", "shm://room?dir={}&size"]
+)
+def test_room_is_made_of_leased_values_that_were_used_longest_ago(kind, tmp_path):
+    size, new, stored = 64 << 10, fresh_keys(3), []
+    url = f"{kind.format(tmp_path)}={24 * size}{'&slab=64KiB' * kind.startswith('shm')}"
+    with contextlib.closing(GuardedStore(open_store(url, SETTINGS), Metrics())) as store:
+        by_use = find_optional(store, EvictsByUse)
+        put(store, KEYS[:1])
+        with contextlib.suppress(StoreFull):
+            for key in fresh_keys(40):
+                put_values(store, [key], [bytes(size)])
+                stored.append(key)
+        assert not by_use.make_room(fresh_keys(30), [size] * 30)
+        assert sum(store.match([key]) for key in stored) == len(stored), "none went in vain"
+        assert by_use.make_room([*new, stored[0]], [size] * 4)
+        assert put_values(store, new, [bytes(size)] * 3) == 3
+        there = [store.match([key]) for key in [*KEYS[:1], stored[0], *stored[4:], *new]]
+        assert there == [1] * (len(stored) + 1)

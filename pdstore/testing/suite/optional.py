@@ -11,14 +11,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
-from pdstore.store.optional import (
-    ALL_KEYS,
-    EvictsByUse,
-    ListsValues,
-    StoredValue,
-    TellsRoom,
-    find_optional,
-)
+from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
 from pdstore.testing.values import (
     assert_stored,
     assert_values,
@@ -100,22 +93,6 @@ class PressureTests:
         assert small_store.match([POOL_ID_KEY]) == 1
         assert_stored(small_store, [POOL_ID_KEY], [value])
         small_store.remove([POOL_ID_KEY])
-
-    def test_room_is_made_of_leased_values_that_were_used_longest_ago(
-        self, small_store: Store
-    ) -> None:
-        by_use = find_optional(small_store, EvictsByUse)
-        if by_use is None:
-            pytest.skip("this store makes no room when asked")
-        marker, new = BlockKey(f"pds1:ab:handoff:{secrets.token_hex(4)}:0:done"), fresh_keys(3)
-        put(small_store, [marker], [bytes(64)])
-        old = [key for key in fresh_keys(MOST) if _put_what_fits(small_store, [key]) == (1, False)]
-        assert not by_use.make_room(fresh_keys(2 * MOST), [SIZE] * 2 * MOST)
-        assert sum(small_store.match([key]) for key in old) == len(old), "nothing went in vain"
-        assert by_use.make_room([*new, old[0]], [SIZE] * 4)
-        assert _put_what_fits(small_store, new) == (3, False)
-        there = [small_store.match([key]) for key in [marker, old[0], *old[4:], *new]]
-        assert there == [1] * len(there)
 
     def test_clear_leaves_room(self, small_store: Store) -> None:
         keys = fresh_keys(MOST)
