@@ -55,7 +55,7 @@ class Match:
 
 
 def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
-    """Returns a copy of a prompt's keys, without tokens that come after the handed-over prompt.
+    """Returns a copy of a prompt's keys that ends where the handed-over prompt ends.
 
     A router may append P's first token to the prompt that it sends to D. Then the tail that P has
     stored is the tail of the shorter prompt. If P's prompt ends before the last block of D's, all

@@ -1,12 +1,13 @@
 """Admission: whether a save may evict what the pool holds, learnt from when blocks are used again.
 
-Decision: hit density decides (LHD, Beckmann et al., NSDI 2018): the hits a second of holding a
-value, for the time for which that is best (Gittins' index). That of a new value is compared with
-that of the pool's oldest, which has an age already. Users who ask in turn use blocks again at much
-the same age: the oldest is next to be used, and a pool smaller than what they have finds next to
-nothing if it goes. So the save is refused. Where chances fall with age every save is admitted:
-plain LRU. What is no longer used grows older than any use that was seen, so nothing stays for good.
-A fixed time of protection suits one workload only; `benchmarks.trace.eviction` compares them.
+Decision: hit density decides (LHD, Beckmann et al., NSDI 2018): how many hits a second a value
+brings if it is held for the time that suits it best (Gittins' index). A save is made if its new
+values bring at least as many as the pool's oldest value, which has an age already. When users take
+turns, every block is used again at about the same age, so the oldest block is needed next: a small
+pool that evicts it has almost no hits, and the save is refused. Where the chance of a use falls
+with age, every save is made: that is plain LRU. A value that nobody uses any more grows older than
+any use that was seen, so nothing stays for good. A fixed time of protection suits one workload
+only; `benchmarks.trace.eviction` compares them.
 Decision: docs/decisions/041-admission.md
 """
 
@@ -31,7 +32,7 @@ _ALL_NAMES = 1 << 32
 
 
 class Admission:
-    """Learns from the uses of blocks that this process sees, and decides for its saves. Any thread.
+    """Learns when this process uses blocks again; decides which of its saves are made. Any thread.
 
     It remembers a sample of a few thousand names, also of blocks that were evicted or refused. The
     sample is chosen by the names, so the ranks of an instance have the same one.

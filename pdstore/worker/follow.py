@@ -18,7 +18,7 @@ from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
 
 _WINDOW = 128
-"""Most keys that one call matches: each is leased, so only as many as are loaded soon."""
+"""The maximum number of keys that one call matches. It leases them, so all are loaded soon."""
 _PAUSE_S = 0.02  # most between two looks: a store may not hear of all changes
 _ASK_AFTER_S = 0.1
 
