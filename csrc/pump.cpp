@@ -12,8 +12,8 @@ namespace {
 // Pauses between two questions to the device whether the model has come far enough. Each question
 // keeps the driver from the model's thread, so a long wait asks more rarely.
 constexpr std::chrono::microseconds kAskAgain{100}, kAskAgainLate{1'000};
-constexpr int kAskAgainPart = 16;  // of the time waited so far
-constexpr int64_t kBytesPerUs = 55'000;              // of a link; a slower one is waited for longer
+constexpr int kAskAgainPart = 16;        // of the time waited so far
+constexpr int64_t kBytesPerUs = 55'000;  // of a link; a slower one is waited for longer
 
 int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -94,8 +94,9 @@ bool Pump::is_busy() const {
                      [](const Lane &lane) { return lane.owner != nullptr; });
 }
 
-// True if a job need not wait for the model any more, or can only fail. The device is asked once for
-// each event: many jobs may wait for one event, and each question keeps the driver from the model.
+// True if a job need not wait for the model any more, or can only fail. The device is asked once
+// for each event: many jobs may wait for one event, and each question keeps the driver from the
+// model.
 bool Pump::is_due(Job &job) {
   if (job.ready == nullptr || stopping_ || poisoned_) return true;
   if (std::find(late_.begin(), late_.end(), job.ready) != late_.end()) return false;
