@@ -41,7 +41,7 @@ BUDGET = {
     "lines of native sources": 5_000,
     "lines of tests": 31_800,
     "nightly marks": 35,
-    "lines of benchmarks, examples and integrations": 17_400,
+    "lines of benchmarks, examples and integrations": 17_600,
 }
 """Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
 
