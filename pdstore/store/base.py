@@ -58,8 +58,8 @@ class Store(ABC):
     - A key stands for one content: a put of a key that is stored succeeds and changes nothing.
     - A block is visible whole or not at all, also after a crash of its writer.
     - Keys are given in prefix order. A result is a number n, which stands for the first n keys.
-    - A miss makes the result smaller and is never an exception. Exceptions are StoreErrors; their
-      `num_done` is the number of leading keys that the call served before the error.
+    - A miss makes the result smaller and is never an exception. A call that fails raises a
+      StoreError; its `num_done` is the number of leading keys that were served before.
     - Methods block and take batches, and several threads may call them at once. An empty batch
       returns 0 and does no I/O.
     - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
@@ -151,7 +151,7 @@ class Lifecycle:
         return self._ended or self._pid != os.getpid()
 
     def check(self, num_done: int = 0) -> None:
-        """Raises StoreClosed if the store has ended, refuses calls or is the parent process's."""
+        """Raises StoreClosed if the store has ended, refuses calls or belongs to the parent."""
         if self._refuses or self.is_closed:
             is_here = self._pid == os.getpid()
             why = "is closed" if is_here else "belongs to the parent process: open it again here"
@@ -224,7 +224,7 @@ def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
 def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set[BlockKey]:
     """Returns those of `keys` that a store says are stored: `answers` has one bool for each key.
 
-    Raises StoreError if it has not.
+    Raises StoreError if `answers` has any other form.
     """
     if not isinstance(answers, Sequence) or len(answers) != len(keys):
         raise StoreError(f"{store.label}: did not answer about each of {len(keys)} keys")
@@ -242,7 +242,7 @@ def is_count(answer: object, most: int) -> TypeGuard[int]:
 
 @functools.lru_cache(maxsize=64)
 def log_once(log: logging.Logger, line: str) -> None:
-    """Logs a line at level INFO unless the line is among the last 64 different ones logged here.
+    """Logs a line at level INFO unless it is one of the last 64 different lines logged here.
 
     Stores use it when they open, because both halves of an instance may open the same store.
     """

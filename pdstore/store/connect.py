@@ -207,7 +207,7 @@ def _read_header(store: Store, key: BlockKey, slots: Slots) -> tuple[bool, block
     return is_there, block.read_header(slots.value(0)) if is_there else None
 
 
-_REST = 50  # the pause in durations of the last `room`, which may have read every key
+_REST = 50  # a pause is so many times as long as `room` took, which may read every key
 
 
 class RoomWatch:

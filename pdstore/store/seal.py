@@ -112,7 +112,7 @@ class Encrypted(WrapperStore):
         return found
 
     def _decrypt(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> None:
-        """Decrypts into `slots`. Raises OtherSeal or Forged at the first value of no use."""
+        """Decrypts into `slots`. Raises OtherSeal or Forged at a value that must not be used."""
         for i, key in enumerate(keys):
             if kind_of(key) is Kind.POOL:
                 slots.value(i)[:] = stored.value(i)

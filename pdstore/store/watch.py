@@ -86,7 +86,7 @@ class Waiter(ABC):
 
     @abstractmethod
     def look_failed(self, error: Exception) -> float | None:
-        """Takes a search's error, or StoreClosed when the watch ends; returns as `look_ended`."""
+        """Takes a search's error, or StoreClosed at the end; returns the same as `look_ended`."""
 
 
 class KeyWatch:

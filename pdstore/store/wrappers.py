@@ -86,12 +86,12 @@ class WrapperStore(Store):
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
 OPEN_S = 1.0
-"""Seconds between two probes of an open breaker; few, because a probe is one call of one thread."""
+"""Seconds between two probes of an open breaker: a short time, as a probe is only one call."""
 _DIRECTION = {"get": "load", "put": "save"}
 
 
 class GuardedStore(WrapperStore):
-    """Measures each call, retries once if the store is unavailable, and has a breaker.
+    """Measures each call, retries a call one time if the store is unavailable, and has a breaker.
 
     It changes no answer. So `find_optional` offers all optional protocols of the wrapped store;
     their calls go through `around` as well.
@@ -136,7 +136,7 @@ class GuardedStore(WrapperStore):
 
     @property
     def is_open(self) -> bool:
-        """True after `failures` failed calls in a row, until a call succeeds."""
+        """True after `failures` failed calls in a row, until a call does not fail."""
         return self._in_a_row >= self._failures
 
     def match(self, keys: Sequence[BlockKey]) -> int:

@@ -28,7 +28,7 @@ _LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes a 
 _HORIZON = 64  # a sample that is so many times as old as the pool's oldest value is forgotten
 _PER_OCTAVE = 6
 _EDGES = [0.0] + [FRESH_S * 2 ** (i / _PER_OCTAVE) for i in range(22 * _PER_OCTAVE)]
-_NUM_AGES = len(_EDGES) - 1  # an age is the interval of _EDGES (seconds) that it lies in
+_NUM_AGES = len(_EDGES) - 1  # ages are counted by the interval between two edges
 _ALL_NAMES = 1 << 32
 
 
@@ -46,7 +46,7 @@ class Admission:
         self._clock = clock
         self._lock = threading.Lock()
         self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MOST_PENDING)
-        self._samples: dict[bytes, tuple[float, bool]] = {}  # last use; True: by a save
+        self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use: time, is a save
         self._names_below = _ALL_NAMES
         # numbers of intervals by age: [0] of all, [1] of those that began with a save;
         # `_hits` counts the intervals that a use has ended, `_ends` all that have ended
@@ -72,7 +72,7 @@ class Admission:
                 self._learn(now)
 
     def admits(self, oldest_s: float) -> bool:
-        """Returns whether new values may evict the pool's oldest value, unused for `oldest_s`."""
+        """Returns whether new values may evict the oldest value, unused for `oldest_s` seconds."""
         with self._lock:
             self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
             return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
@@ -83,7 +83,7 @@ class Admission:
                 continue
             before = self._samples.pop(name, None)
             kind = is_save
-            if before is not None and now - before[0] <= FRESH_S:  # the same use
+            if before is not None and now - before[0] <= FRESH_S:  # counts as one use
                 kind = before[1]
             elif before is not None:
                 self._end(now, *before, hits=1)
@@ -105,7 +105,7 @@ class Admission:
         self._num_uses = 0
         self._forget(now)
         ends = [list(counts) for counts in self._ends]
-        for used_at, is_save in self._samples.values():  # no use has ended these yet
+        for used_at, is_save in self._samples.values():  # intervals not ended yet
             for which in range(1 + is_save):
                 ends[which][_age(now - used_at)] += 1
         self._of_all = [*self._hits[0]], ends[0]

@@ -109,7 +109,7 @@ class Follow(Waiter):
         first_block = work.first_token // prompt.layout.block_tokens
         self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
         for n in prompt.layout.held_ranges:
-            work.release([], n)  # else tokens would count that other layer ranges still lack
+            work.release([], n)  # else tokens that some layer ranges still lack would count
 
     @property
     def is_over(self) -> bool:
@@ -122,7 +122,7 @@ class Follow(Waiter):
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Lets the load start on stored blocks; closes it if P stores no more or is silent."""
+        """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
         if self.is_over:
             return None
         self._learn_instance(asked_at)

@@ -79,7 +79,7 @@ class Work:
         raise NotImplementedError
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Ends the job's work after its last share. Returns why the job did not do all, or None.
+        """Ends the job's work after its last share. Returns why not all work was done, or None.
 
         shortfall: the first shortfall of a share, or None. After a shortfall, shares may be left
           that nobody begins, and more of them might have become ready.
@@ -97,7 +97,7 @@ class Job:
     job any more, even if the store answers a call later.
 
     began: when the job was made, in monotonic seconds.
-    seconds: the time limit, which begins when the job need not wait for earlier jobs.
+    seconds: the time limit; it begins when the job no longer waits for earlier jobs.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class ChildJob:
 
     @contextlib.contextmanager
     def in_store_call(self) -> Iterator[None]:
-        """Surrounds a call of the store. Raises JobError before or after it for an ended job."""
+        """Surrounds a store call. Raises JobError before or after the call if the job has ended."""
         job = self.job
         self.raise_if_over()
         begin = time.monotonic()

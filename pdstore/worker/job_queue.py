@@ -42,7 +42,7 @@ MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
 _CLOCK_S = 0.1  # jobs whose time is up are ended after so many seconds at the latest
 STOP_S = 1.0
-"""Seconds of a close for the markers of hand-offs that it made fail, and for its threads' end."""
+"""Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
 
 _Entry = tuple[Urgency, float, int, Job]
 """A ready job as a heap's entry: its urgency, the time of its deadline, a number, the job."""
@@ -104,7 +104,7 @@ class JobQueue:
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, to begin after the jobs in `after` have ended; or ends it as refused."""
+        """Queues a job that begins after the jobs in `after` have ended; ends it if refused."""
         try:
             self.check_process()
         except PoolClosed as error:

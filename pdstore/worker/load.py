@@ -97,7 +97,7 @@ class LoadWork(Work):
         return partial(self._load, piece)
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Returns the shortfall of the first gap in the prompt, which may not be the earliest."""
+        """Returns the shortfall of the first gap in the prompt, which need not be first in time."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
@@ -149,9 +149,9 @@ class LoadWork(Work):
     def _note_loaded(
         self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
     ) -> None:
-        """Notes that values are loaded, if no value of the piece before them is missing.
+        """Notes that values are loaded, if no value of `piece` before them is missing.
 
-        wanted: all values of the piece. why: the reason if the copy fell short, or None.
+        wanted: all values of `piece`. why: the reason if the copy fell short, or None.
         """
         with self.lock:
             if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:

@@ -1,4 +1,4 @@
-"""SaveWork: what a save does. OpenSave: tells it what it may read. RunningSaves: for a flush."""
+"""SaveWork: what a save does. OpenSave: tells it what it may read. RunningSaves: waits for all."""
 
 # Decision: docs/decisions/020-saves-behind-launch.md, docs/decisions/041-admission.md
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SaveWork(Work):
             return Reason.NOT_ADMITTED
         reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
-            for move in moves:  # leases them until D loads them
+            for move in moves:  # renews their leases, because D loads them later
                 self.mover.num_matched(child, move.values.keys)
         return reason
 
@@ -146,7 +146,7 @@ class SaveWork(Work):
             return by_use.make_room(values.keys, values.sizes)
 
     def _is_worth_it(self, child: ChildJob) -> bool:
-        """True if there is room, or if the admission agrees and the block before is stored."""
+        """True if there is room, or if the admission agrees and the previous block is stored."""
         admission, by_use = self.mover.admission, self.mover.by_use
         if admission is None or by_use is None:
             return True
@@ -158,7 +158,7 @@ class SaveWork(Work):
         return not before or self.mover.num_matched(child, before) == len(before)
 
     def _note_copied(self, child: ChildJob) -> None:
-        """Counts a copied piece; after the last one a save without a hand-off is captured."""
+        """Counts a copied block range; after the last one, a save without hand-off is captured."""
         with self.lock:
             self._num_copying -= 1
             is_captured = self._are_all and not self._num_copying and self.handoff is None

@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 MIN_SLOTS = 16
 _PAGE = 4096
 SPAN_BYTES = 16 << 20
-"""Bytes registered at a time, for 1 ms in which no thread of the process can launch a kernel."""
+"""Bytes registered in one call: for 1 ms, no thread of the process can launch a kernel."""
 _BACKGROUND_BYTES = 4 << 30
 _PAUSE_S = 0.002  # between spans in the background, so that others can launch kernels
 _POPULATORS = 4
 
 
 def slot_bytes_for(payload_bytes: int) -> int:
-    """Returns the slot size for such a payload and its header: a multiple of 4 KiB."""
+    """Returns the slot size for a payload of so many bytes and its header: a multiple of 4 KiB."""
     return -(-(HEADER_BYTES + payload_bytes) // _PAGE) * _PAGE
 
 
@@ -221,7 +221,7 @@ class Staging:
 
     @property
     def largest_loan(self) -> int:
-        """The maximum number of slots that saves together, or loads together, can have."""
+        """The maximum number of slots that all saves, or all loads, can have together."""
         return self.num_slots - self._reserved
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class Staging:
 
         The list is empty if the deadline has passed or `is_over()` says that the job has ended. A
         caller that holds slots must not wait here, so that no two jobs wait for each other. If the
-        memory could not be pinned, raises the error of that.
+        memory could not be pinned, raises the error of the pinning.
         """
         numbers: list[int] = []
         with self._changed:

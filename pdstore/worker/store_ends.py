@@ -226,7 +226,7 @@ class StagedEnd(StoreEnd):
     def _lend_beside_a_copy(
         self, child: ChildJob, held: contextlib.ExitStack, most: int
     ) -> list[int]:
-        """Lends slots for whole blocks; if it must wait for slots, it first finishes its copy."""
+        """Lends slots for whole blocks; finishes the running copy before it waits for slots."""
         if child.has_copy_under_way:
             at_once = self._lend(child, most, self._num_parts, Deadline(0.0))
             if numbers := held.enter_context(at_once):
@@ -312,7 +312,7 @@ class InPlaceEnd(StoreEnd):
         return Shortfall(Reason.LOST), rest
 
     def _wait_for_memory(self, child: ChildJob) -> None:
-        """Waits until the memory is pinned. Raises an error of the pinning; JobError at the end."""
+        """Waits until memory is pinned. Raises the error of that, or JobError if the job ended."""
         while not self.memory.is_ready(_LOOK_S):
             child.raise_if_over()
 

@@ -195,9 +195,9 @@ class ArenaStore(Store):
         return self._arena.start_scatter(batch, address_of(self._enter()))
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
-        """Returns how many leading values are still stored, and how many were copied right.
+        """Returns how many leading values are still stored, and how many were right when copied.
 
-        Use only the values that are among both. Call it when all of the copies have ended.
+        Use only values that both numbers count. Call it when all of the copies have ended.
         """
         self._enter()
         return self._arena.confirm(copies)

@@ -175,7 +175,7 @@ def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def try_lock(path: str) -> int | None:
-    """Locks a file; returns the descriptor that holds the lock until `unlock`, None if others do.
+    """Locks a file; returns a file descriptor for `unlock`, or None if others hold the lock.
 
     Raises ConfigError on a file system without flock.
     """

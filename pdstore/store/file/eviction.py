@@ -123,7 +123,7 @@ class Evictor:
         return self._evict(needed, _PATIENCE_S, spared) and self._used + needed <= self.budget
 
     def sacrifice(self) -> None:
-        """Deletes the newest three blocks or tails, even if they are fresh; leased ones last.
+        """Deletes the newest three blocks or tails, even fresh ones; leased ones only if it must.
 
         This makes room for a marker, for which a peer waits, on a disk without free bytes or
         inodes. The newest values are most likely a part of the save that did not fit.
@@ -249,7 +249,7 @@ def default_budget(directory: PoolDirectory) -> int:
 
 
 def room_of(directory: PoolDirectory, enough: int) -> int:
-    """Returns the file system's free bytes plus the pool's own; only the free ones if `enough`."""
+    """Returns the file system's free bytes, plus the pool's own unless `enough` bytes are free."""
     status = os.statvfs(directory.root)
     free = status.f_bavail * status.f_frsize
     own = (_on_disk(file.size) for file in directory.files())

@@ -1,4 +1,4 @@
-"""Values as files: functions that read, write and lease files in turn; StoreErrors for errnos.
+"""Values as files: functions that read, write and lease files in turn; errnos as StoreErrors.
 
 This Python code neither checks nor writes checksums. libpdstore does both (`FileStore.get_right`,
 `put_sealed`).

@@ -158,7 +158,7 @@ class Batches:
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
-        """Writes a batch; repeats values without room, and once those that failed immediately.
+        """Writes a batch; retries values that found no room, and those that failed within 1 s.
 
         Returns a code for each value: 0 if its key is stored, even by an earlier put; or an error.
         """

@@ -60,8 +60,8 @@ class Server:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
         Sends 20 zero bytes, as many as the shortest request has, but no valid request. A server
-        that works then closes the connection. Of a suspended process, the kernel would accept the
-        connection, but nobody would close it.
+        that works then closes the connection. If the server is suspended, its kernel accepts the
+        connection, but nobody closes it.
         """
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:

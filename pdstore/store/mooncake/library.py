@@ -231,7 +231,7 @@ class Library:
         return self._set_up(segment, config.buffer, config.protocol, config.devices)
 
     def connect_lookup(self) -> Raw | int:
-        """Returns an object that moves no values, or the error code of its setup if that failed."""
+        """Returns an object for the master only, or the error code of its setup if that failed."""
         return self._set_up(0, 0, "rpc_only", "")
 
     def put_config(self, *, is_pinned: bool) -> object:
@@ -266,7 +266,7 @@ def _load() -> ModuleType:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
         raise MissingExtra(_MISSING) from error
-    except ImportError as error:  # the module needs a shared library
+    except ImportError as error:  # a shared library of the module is missing
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
         if any(name in str(error) for name in ("libibverbs", "libcurl", "libnuma")):
             remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"

@@ -23,7 +23,7 @@ _ROUNDS = 3
 """Maximum number of sends of one command, whose hash slot may move to another node meanwhile."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
-"""Errors after which a command is sent to another node; no time-outs, which took long already."""
+"""Errors after which a command is sent to another node; not a time-out, which took long already."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
 """Errors after which the next call reads the map of the slots again."""
@@ -58,7 +58,7 @@ class OneServer:
 
 
 class Cluster:
-    """Sends commands to a redis cluster: to each master, at once, all commands for its keys.
+    """Sends commands to a redis cluster: each master gets all commands for its keys in one go.
 
     seeds: some nodes of the cluster; at least one of them must answer the first call.
     open_pool: returns a pool of connections to a node; the connections are not open yet.

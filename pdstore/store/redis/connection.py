@@ -1,4 +1,4 @@
-"""Opens connections to the redis servers of a store URL; turns redis-py's errors to StoreErrors."""
+"""Opens connections to a URL's redis servers; turns redis-py's errors into StoreErrors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def open_servers(url: StoreURL) -> Servers:
 
 
 def _options(url: StoreURL) -> dict[str, Any]:
-    # so redis-py does not send CLIENT SETINFO, which few redis users are allowed
+    # so redis-py sends no CLIENT SETINFO, which few redis users are allowed to send
     old = {"lib_name": None, "lib_version": None}
     driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else old
     return {
@@ -194,7 +194,7 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
     kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
     remedy = _remedy(label, error)
     about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    words = str(error).partition(" : <")[0].rstrip(". ")  # redis-py appends objects
+    words = str(error).partition(" : <")[0].rstrip(". ")  # cuts off what redis-py appends
     words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
     said = f"{label}: {words}{about}"
     return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)

@@ -17,7 +17,7 @@ from pdstore.store.redis.cluster import Command
 from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
 from pdstore.store.url import StoreURL
 
-_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; few in a read, which stay in the CPU's cache
+_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
 _POLICY = "maxmemory-policy"
@@ -33,8 +33,8 @@ _SCAN_KEYS = 1024  # one SCAN visits so many keys while all other clients wait
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` means the same. A cluster spreads a prompt's values over its nodes, and a call sends
-    to each node once.
+    `valkey://` means the same. A cluster spreads a prompt's values over its nodes. A call sends all
+    commands for one node together.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
     `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match gives a lease only if the server does not

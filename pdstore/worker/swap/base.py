@@ -137,7 +137,7 @@ class Swap(ABC):
         """Returns the copy path of each part's blocks for copies of one direction."""
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """Returns a context: within it, the calling thread disturbs no other's graph capture."""
+        """Returns a context in which its thread disturbs no other thread's graph capture."""
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - TorchSwap has nothing to free

@@ -42,7 +42,7 @@ Packed: TypeAlias = tuple[bytes, bytes]
 
 
 class RelaxedCudaApi(CudaApi):
-    """Puts threads on a device, in a mode in which they disturb no other's graph capture."""
+    """Puts threads on a device, in a mode that disturbs no other thread's graph capture."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
