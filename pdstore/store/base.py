@@ -56,7 +56,7 @@ class Store(ABC):
     """Where KV blocks live: an immutable map from block key to the bytes of one block.
 
     - A key stands for one content: a put of a key that is stored succeeds and changes nothing.
-    - A block is visible whole or not at all, also after a crash of its writer.
+    - Readers see a block whole or not at all, even after a crash of its writer.
     - Keys are given in prefix order. A result is a number n, which stands for the first n keys.
     - A miss makes the result smaller and is never an exception. A call that fails raises a
       StoreError; its `num_done` is the number of leading keys that were served before.
@@ -114,8 +114,8 @@ class Store(ABC):
         """Forgets every value of one namespace, leased or not: blocks, tails and markers.
 
         `namespace` is a `Namespace.hex`; any other text raises ValueError. Other namespaces' values
-        and the pool's id stay. A value that is put meanwhile may stay or be forgotten. A value that
-        is read meanwhile may be wrong, because a store on another host may free its memory; the
+        and the pool's id stay. A value put during the call may stay or be forgotten. A value that
+        is read during it may be wrong, because a store on another host may free its memory; the
         reader notices when it verifies the value. A namespace without values is no error. The call
         reads every key of the pool, so do not make it while a request waits.
         """

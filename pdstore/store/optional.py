@@ -66,9 +66,9 @@ class ListsValues(Protocol):
     """A store that can list its values, for people and their tools."""
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Yields each value whose key begins with `prefix`, once, in no order.
+        """Yields each value whose key begins with `prefix`, a single time, in no order.
 
-        Leases nothing and counts no use. A value that is put or removed meanwhile may be left out.
+        Leases nothing and counts no use. May leave out values that are put or removed during it.
         Reads every key of the pool, so do not call it while a request waits. Raises StoreError,
         sometimes after it has yielded values.
         """

@@ -1,4 +1,4 @@
-"""KeyWatch: waits until keys are stored; searches the store for the keys of all waiters at once."""
+"""KeyWatch: waits until keys are stored; one search of the store is for the keys of all waiters."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Waiter(ABC):
 class KeyWatch:
     """Searches the store for the keys of all waiters together, on threads of its own.
 
-    A search is one call of a store that can find many keys at once (`FindsKeys`), else one call for
+    A search is one call of the store if the store has `FindsKeys`; otherwise it is one call for
     each key. If the store tells of changes (`TellsChanges`), each change starts a search. If not, a
     thread searches again and again; these calls take at most a quarter of the thread's time.
 

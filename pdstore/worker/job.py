@@ -163,7 +163,7 @@ class Job:
         return self._result
 
     def cancel(self) -> None:
-        """Ends the job at once, or right after the block copies that run now.
+        """Ends the job immediately, or right after the block copies that run now.
 
         In the child of a fork it does nothing: the job is the parent's.
         """
@@ -205,7 +205,7 @@ class Job:
             return ChildJob(self, goes_on, left)
 
     def end_with(self, reason: Reason | None, error: Exception | None = None) -> None:
-        """Ends the job unless it has ended: at once, or after the block copies that run now."""
+        """Ends the job unless it has ended: immediately, or after block copies that run now."""
         with self._lock:
             if not self._is_ending:
                 self._is_ending = True

@@ -132,10 +132,10 @@ class KVPool:
         handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
     ) -> Job:
-        """Starts to store the blocks that `keys` names; returns at once.
+        """Starts to store the blocks that `keys` names; returns immediately.
 
         The source blocks must stay as they are until `job.captured`; with a hand-off until
-        `job.done`, because blocks that the store lost meanwhile are saved again.
+        `job.done`, because the job saves blocks again that the store has lost before its end.
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
@@ -212,7 +212,7 @@ class KVPool:
         ready: ReadyEvent | None = None,
         follow: HandoffId | None = None,
     ) -> Job:
-        """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
+        """Starts to load the blocks that `keys` names (`Match.keys`); returns immediately.
 
         The destination blocks must not be given to any other request until `job.done`. After that,
         the paged cache holds the prompt's first `job.result.num_tokens` tokens, and the engine can
@@ -377,7 +377,7 @@ def tables_of(
     first_block: index of the first block of this job; table entries before it are not checked.
     Raises LayoutError for tables that do not fit.
     """
-    given: Any = tuple(block_ids)  # read once, because it may be an iterator
+    given: Any = tuple(block_ids)  # read a single time, because it may be an iterator
     tables: Tables
     try:
         tables = (tuple(map(operator.index, given)),)

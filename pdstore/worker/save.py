@@ -38,7 +38,7 @@ class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
     A save without a hand-off skips stored blocks, and matches its own blocks. A save with a
-    hand-off matches the whole prompt, saves again what the store has lost meanwhile, and tells D.
+    hand-off matches the whole prompt, saves lost blocks again, and then tells D of the hand-off.
 
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.
@@ -168,7 +168,7 @@ class SaveWork(Work):
     def _publish(
         self, child: ChildJob, handoff: HandoffId, shortfall: Shortfall | None
     ) -> Shortfall | None:
-        """Saves again what the store has lost meanwhile; tells D when the prompt is durable."""
+        """Saves again the blocks that the store has lost; tells D when the prompt is durable."""
         for saves_left in reversed(range(_MOST_ROUNDS)):
             missing = self._first_missing(child, 0, shortfall)
             if missing is None:

@@ -1,6 +1,6 @@
 """PoolDirectory: where a file store's values lie on disk, and where unfinished ones are written.
 
-<root>/pool.lock                marks a pool; whoever holds its flock evicts
+<root>/pool.lock                marks a pool; the process that holds this file's flock may evict
 <root>/<00..ff>/<key>           a value's bytes; the file's modification time is its lease's end
 <root>/tmp/<pid>-<random>-<n>   a value that is being written
 """
@@ -71,14 +71,14 @@ class PoolDirectory:
         _delete(self.path(key))
 
     def delete_all(self, prefix: str) -> None:
-        """Deletes the values whose keys begin with `prefix`."""
+        """Deletes all values whose keys begin with `prefix`."""
         for place in self._places:
             for name, _ in _entries(place):
                 if name.startswith(prefix):
                     _delete(f"{place}/{name}")
 
     def files(self) -> Iterator[StoredFile]:
-        """Yields all values, in no order; a value that is deleted meanwhile may be left out."""
+        """Yields all values, in no order; a value deleted before the end may be left out."""
         for place in self._places:
             for name, status in _entries(place):
                 if not stat.S_ISDIR(status.st_mode):

@@ -115,7 +115,7 @@ class Evictor:
             self._evict(_on_disk(num_bytes), _PATIENCE_S)
 
     def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
-        """Evicts values, leased ones too, until new values of these sizes have room.
+        """Evicts values, even leased ones, until new values of these sizes have room.
 
         spared: names of files that are not evicted. Returns whether the new values have room.
         """
@@ -236,7 +236,7 @@ class Evictor:
         return used, freed
 
     def _delete(self, file: StoredFile) -> int:
-        """Deletes a value unless it was leased meanwhile; returns the bytes that this freed."""
+        """Deletes a value not leased since the scan; returns how many bytes this freed."""
         return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
 
     def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:

@@ -149,7 +149,7 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
 
 
 def _write(temporary: str, path: str, piece: memoryview) -> None:
-    """Writes a file, whole or not at all; changes no file that others have written meanwhile."""
+    """Writes a file, whole or not at all; leaves the file alone if others have written it."""
     fd = os.open(temporary, _CREATE, 0o600)
     try:
         try:

@@ -41,7 +41,7 @@ class _Slab(NamedTuple):
 
 
 class Memory:
-    """The slabs of one connection; each is registered once. Any thread may call it."""
+    """The slabs of one connection; each is registered a single time. Any thread may call it."""
 
     def __init__(self) -> None:
         self.bounce_lock = threading.Lock()
