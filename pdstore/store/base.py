@@ -1,7 +1,8 @@
 """The Store contract: what pdstore needs from anything that keeps blocks.
 
 The count that a store returns decides which slots are verified and scattered. So `count_of` and the
-functions next to it check each answer before it is used: an impossible answer is the store's error.
+functions next to it check each answer before it is used. An impossible answer is a fault of the
+store.
 """
 
 # Decisions: docs/decisions/002-put-if-absent.md, docs/decisions/025-clear.md
@@ -22,7 +23,7 @@ from pdstore.format.keys import BlockKey
 
 MAX_KEY_CHARS = 200
 FRESH_S = 1.0
-"""Time for which a new value is not evicted: else a long prompt would evict its own beginning."""
+"""Seconds for which a new value is not evicted, lest a long prompt evict its own first blocks."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Slots:
     """Some slots of one staging buffer, in the order of their keys.
 
     `numbers[i]` is where the i-th value starts, in units of `slot_bytes` from the start of `view`;
-    `sizes[i]` is its length in bytes: what `put` stores, and exactly what `get` must find.
+    `sizes[i]` is its length: `put` stores so many bytes, and `get` must find exactly so many.
     """
 
     view: memoryview  # format "B", writable, the whole buffer
@@ -47,32 +48,33 @@ class Slots:
         return self.view[start : start + self.sizes[i]]
 
     def part(self, start: int, stop: int) -> Slots:
-        """The slots start..stop of these, for working in batches."""
+        """The slots from `start` up to, not including, `stop`: for work in batches."""
         return replace(self, numbers=self.numbers[start:stop], sizes=self.sizes[start:stop])
 
 
 class Store(ABC):
     """Where KV blocks live: an immutable map from block key to the bytes of one block.
 
-    - A key names a content: storing a stored key again is a success and changes nothing.
-    - A block is visible whole or not at all, also after a crash of its writer.
-    - Keys are given in prefix order, and every result is a number n: it means the first n keys.
-    - A miss is a smaller number, never an exception. Exceptions are StoreErrors about the store
-      itself; their `num_done` is the number n of the leading keys that were served before.
-    - Methods block, are batched, and may be called from any thread at once. An empty batch returns
-      0 and does no I/O.
+    - A key stands for one content: a put of a key that is stored succeeds and changes nothing.
+    - Readers see a block whole or not at all, even after a crash of its writer.
+    - Keys are given in prefix order. A result is a number n, which stands for the first n keys.
+    - A miss makes the result smaller and is never an exception. A call that fails raises a
+      StoreError; its `num_done` is the number of leading keys that were served before.
+    - Methods block and take batches, and several threads may call them at once. An empty batch
+      returns 0 and does no I/O.
     - The keys of one call are distinct. A key is 1 to 200 printable ASCII characters, none of them
-      `/` and the first not `.`, so that it can be a file name. Anything else is a ValueError.
-    - Once a call has returned or raised, the store keeps none of the caller's memory and writes
-      no more to it.
-    - The life of a value depends on its key's kind (`pdstore.format.keys.kind_of`). A store that
-      keeps no clock says so in its docstring, and only evicts. The pool's id is never evicted.
-    - A store's constructor does little. If the store is down, its calls raise, so that an engine
-      can start before its store.
+      `/` and the first not `.`, so that it can be a file name. Any other key raises ValueError.
+    - After a call has returned or raised, the store keeps no reference to the caller's memory and
+      does not write to it.
+    - How long a value lives depends on its key's kind (`pdstore.format.keys.kind_of`). In a store
+      that keeps no clock, and says so in its docstring, values do not expire but are evicted. The
+      pool's id is never evicted.
+    - A store's constructor waits for no server, so that an engine can start before its store. If
+      the store is down, its calls raise.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
-    `pdstore.testing.StoreTests` is this contract as tests. What only some stores can do is in
-    `pdstore.store.optional`.
+    `pdstore.testing.StoreTests` has the tests of this contract. `pdstore.store.optional` has the
+    calls that only some stores offer.
     """
 
     label: str
@@ -80,50 +82,50 @@ class Store(ABC):
 
     @property
     def lease_s(self) -> float:
-        """Seconds for which no put evicts a matched key; 0: nothing is promised."""
+        """Seconds after a match in which no put evicts the matched keys; 0: no such promise."""
         return 0.0
 
     @abstractmethod
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """Returns how many of the first keys are stored. Leases them and counts a use of each."""
+        """Returns how many leading keys are stored. Leases these keys and counts a use of each."""
 
     @abstractmethod
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Fills the i-th slot with the i-th value; returns how many leading values were stored.
 
-        After the first n slots, n being the result, slots may hold anything. Raises WrongLength at
-        a value that has not exactly `slots.sizes[i]` bytes.
+        If it returns n, the slots after the first n may hold anything. Raises WrongLength at a
+        value that has not exactly `slots.sizes[i]` bytes.
         """
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Stores each slot's bytes under its key, if that is not stored; returns how many it took.
+        """Stores each slot's bytes under its key unless the key is stored already.
 
-        The number is a hint, not durability: `match` says what another process can read. Raises
-        StoreFull when there is no room.
+        Returns how many leading values it took. The number does not promise that another process
+        can read them: `match` tells that. Raises StoreFull when there is no room.
         """
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forgets values that failed verification, leased or not; a missing key is no error."""
+        """Forgets values, leased or not, that failed verification; a missing key is no error."""
 
     @abstractmethod
     def clear(self, namespace: str) -> None:
         """Forgets every value of one namespace, leased or not: blocks, tails and markers.
 
-        `namespace` is a `Namespace.hex`; anything else is a ValueError. Other namespaces' values
-        and the pool's id stay. A value that is put meanwhile may stay or go. A value that is read
-        meanwhile may be wrong, which verifying it shows: a store on another host may free memory
-        under a reader. A namespace without values is no error. The call looks at every key of the
-        pool, so it is not for a request's path.
+        `namespace` is a `Namespace.hex`; any other text raises ValueError. Other namespaces' values
+        and the pool's id stay. A value put during the call may stay or be forgotten. A value that
+        is read during it may be wrong, because a store on another host may free its memory; the
+        reader notices when it verifies the value. A namespace without values is no error. The call
+        reads every key of the pool, so do not make it while a request waits.
         """
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns new memory that this store moves fastest, zeroed and page-aligned."""
+        """Returns zeroed, page-aligned new memory, of the kind that this store moves fastest."""
         return memoryview(mmap.mmap(-1, num_bytes))
 
     def why_too_long(self, num_bytes: int) -> str | None:
-        """Returns why no value of so many bytes can be stored, and what to set; None if one can."""
+        """Returns why a value of `num_bytes` cannot be stored, and what to set; None if it can."""
         return None
 
     def codes(self) -> Mapping[str, int]:
@@ -132,11 +134,11 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the connections within a second. All calls but `close` then raise StoreClosed."""
+        """Closes the connections within a second. Any later call but `close` raises StoreClosed."""
 
 
 class Lifecycle:
-    """The life of a store: it may be used until `end`, and never in the child of a fork."""
+    """The life of a store: the store may be used until `end`, and never in the child of a fork."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -149,24 +151,24 @@ class Lifecycle:
         return self._ended or self._pid != os.getpid()
 
     def check(self, num_done: int = 0) -> None:
-        """Raises StoreClosed if the store has ended or refuses calls."""
+        """Raises StoreClosed if the store has ended, refuses calls or belongs to the parent."""
         if self._refuses or self.is_closed:
             is_here = self._pid == os.getpid()
             why = "is closed" if is_here else "belongs to the parent process: open it again here"
             raise StoreClosed(f"{self._label} {why}", num_done=num_done)
 
     def refuse(self) -> None:
-        """Refuses calls from now on; `end` is still to come."""
+        """Refuses calls from now on; the store's life has not ended before `end` is called."""
         self._refuses = True
 
     def end(self) -> bool:
-        """Ends the life; returns True if this call, in the store's own process, has to clean up."""
+        """Ends the store's life; returns True to the one caller that has to close its resources."""
         first = not self.is_closed
         self._ended = True
         return first
 
 
-_PRINTABLE = bytes(range(32, 127))  # deleting these is eight times as fast as `str.isprintable`
+_PRINTABLE = bytes(range(32, 127))  # `translate` with these is 8 times as fast as `isprintable`
 
 
 def check_call(keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
@@ -189,7 +191,7 @@ def check_call(keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
 def _check_names(keys: Sequence[BlockKey]) -> None:
     if not keys:
         return
-    text = "/" + "/".join(keys)  # all at once: a test per key costs as much as a lookup in memory
+    text = "/" + "/".join(keys)  # one test for all: a test per key takes as long as a match does
     if (
         not (text.isascii() and not text.encode().translate(None, _PRINTABLE))
         or text.count("/") != len(keys)
@@ -211,18 +213,18 @@ def count_of(answer: object, keys: Sequence[object], store: Store) -> int:
 
 
 def num_done_of(error: StoreError, keys: Sequence[BlockKey]) -> int:
-    """Returns how many of the first `keys` were served before `error`; 0 if it claims too many.
+    """Returns how many leading `keys` were served before `error`; 0 if the error claims too many.
 
-    The key that a BadValue is about was not served: at least this key is left.
+    With a BadValue at most `len(keys) - 1` were served: the key that it is about was not.
     """
     most = len(keys) - isinstance(error, BadValue)
     return error.num_done if is_count(error.num_done, most) else 0
 
 
 def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set[BlockKey]:
-    """Returns the keys that a store says are stored; `answers` has a bool for each of them.
+    """Returns those of `keys` that a store says are stored: `answers` has one bool for each key.
 
-    Raises StoreError for anything else.
+    Raises StoreError if `answers` has any other form.
     """
     if not isinstance(answers, Sequence) or len(answers) != len(keys):
         raise StoreError(f"{store.label}: did not answer about each of {len(keys)} keys")
@@ -234,14 +236,14 @@ def stored_among(answers: object, keys: Sequence[BlockKey], store: Store) -> set
 
 
 def is_count(answer: object, most: int) -> TypeGuard[int]:
-    """True if `answer` is an int in 0..most; a bool is no count."""
+    """True if `answer` is an int in 0..most; False for a bool."""
     return isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer <= most
 
 
 @functools.lru_cache(maxsize=64)
 def log_once(log: logging.Logger, line: str) -> None:
-    """Logs a line at level INFO; does nothing if this logger has logged the same line lately.
+    """Logs a line at level INFO unless it is one of the last 64 different lines logged here.
 
-    For lines that stores log when they open: both halves of an instance may open the same store.
+    Stores use it when they open, because both halves of an instance may open the same store.
     """
     log.info("%s", line)

@@ -1,11 +1,12 @@
-"""open_store: opens the store at a URL, which is pdstore's own or an installed package's.
+"""open_store: opens a store by its URL; the store is pdstore's own or comes with another package.
 
-An entry point of the group `pdstore.stores` names a class with `open(url, settings)`: `open` takes
-its options from the StoreURL, refuses all others by `url.finish`, and returns a store that is not
-connected yet. The class may also have a `check(url, settings)`, which raises ConfigError for what
-`open` would refuse, but makes, connects and logs nothing. An engine calls `check` before it starts.
+An entry point of the group `pdstore.stores` names a class with `open(url, settings)`. `open` takes
+the options that it knows from the StoreURL, refuses all others by `url.finish`, and returns a store
+that is not connected yet. The class may also have `check(url, settings)`, which an engine calls
+before it starts. `check` raises ConfigError for a URL that `open` would refuse; it makes no file,
+no connection and no log line.
 
-connect_store: opens the store at PDSTORE_STORE for an engine: sealed, guarded and measured.
+connect_store: opens the store at PDSTORE_STORE for an engine; adds encryption, breaker and metrics.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ _OWN = {
 }
 _FAULTY = "pdstore.testing.faulty:Faulty"  # wraps the store that the rest of the URL names
 _EXTRAS = {_REDIS: "redis", _OWN["mooncake"]: "mooncake", _FAULTY: "test"}
-"""Extras of pdstore that bring a store's library."""
+"""The extra of pdstore that installs the library of a store, by the store's class."""
 
 
 def open_store(url: str, settings: Settings) -> Store:
     """Opens the store at a URL; most stores connect at their first call.
 
     Raises ConfigError for a bad URL, an unknown scheme or a package whose store cannot be loaded;
-    MissingExtra, with the command, where a package is missing.
+    MissingExtra, with the command that installs it, if a package is missing.
     """
     entry, parsed = _entry_for(url)
     store = methodcaller("open", parsed, settings)(_load(entry))
@@ -68,7 +69,7 @@ def open_store(url: str, settings: Settings) -> Store:
 
 
 def check_url(url: str, settings: Settings) -> None:
-    """Raises what `open_store` would raise, as far as is known without opening the store."""
+    """Raises the errors of `open_store` that can be known without opening the store."""
     entry, parsed = _entry_for(url)
     found = _load(entry)
     if "check" in vars(found):  # an inherited `check` is for another class's options
@@ -76,7 +77,7 @@ def check_url(url: str, settings: Settings) -> None:
 
 
 def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
-    """Returns what serves a URL's scheme: pdstore itself, or one package. Raises ConfigError."""
+    """Returns the entry point for a URL's scheme, and the parsed URL. Raises ConfigError."""
     parsed = StoreURL.of(url)
     scheme = parsed.scheme
     own = _FAULTY if scheme.startswith("faulty+") else _OWN.get(scheme)
@@ -99,7 +100,7 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
 
 
 def _hint(url: str, known: Sequence[str]) -> str:
-    """Returns a guess at what a URL with an unknown scheme means; an empty text without a guess."""
+    """Returns a guess at what a URL of unknown scheme means; an empty text if it has no guess."""
     path = url.removeprefix("file:")
     if path.startswith("/"):
         return f"did you mean file://{path}? "
@@ -108,7 +109,7 @@ def _hint(url: str, known: Sequence[str]) -> str:
 
 
 def _load(entry: EntryPoint) -> object:
-    """Imports what an entry point names. Raises ConfigError, MissingExtra for a missing package."""
+    """Imports an entry point's object. Raises ConfigError; MissingExtra for a missing package."""
     try:
         found: object = entry.load()
     except (ImportError, AttributeError, SyntaxError) as error:
@@ -137,9 +138,9 @@ log = logging.getLogger(__name__)
 
 
 def check_store(settings: Settings) -> None:
-    """Raises the ConfigError of `connect_store` for what is wrong in the settings themselves.
+    """Checks the settings of `connect_store` and raises the same ConfigError; opens no store.
 
-    Opens nothing: for the start of an engine, which connects only when its model is loaded.
+    An engine calls it at its start, because it connects only after its model is loaded.
     """
     check_url(settings.store, settings)
     if settings.seal_key_file is not None:
@@ -147,9 +148,9 @@ def check_store(settings: Settings) -> None:
 
 
 def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_S) -> Store:
-    """Opens PDSTORE_STORE. If it does not answer, warns, or raises if it is required.
+    """Opens the store at PDSTORE_STORE. If a required store does not answer, raises, else warns.
 
-    open_s: how long the breaker stays open.
+    open_s: the seconds for which the breaker stays open.
     Raises ConfigError for a bad URL, a bad seal key file or a missing package; StoreError if the
     store is required and does not answer.
     """
@@ -189,7 +190,7 @@ def read_pool_id(store: Store) -> bytes:
 
 
 def read_marker(store: Store, key: BlockKey) -> block.Header | None:
-    """Returns the header that is stored under a marker's key; None if none is, or a damaged one.
+    """Returns the header stored under a marker's key; None if it is missing or damaged.
 
     Raises StoreError.
     """
@@ -198,21 +199,21 @@ def read_marker(store: Store, key: BlockKey) -> block.Header | None:
 
 
 def _read_header(store: Store, key: BlockKey, slots: Slots) -> tuple[bool, block.Header | None]:
-    """Returns whether a value is there, and its header if it is right."""
+    """Returns whether a value is stored, and its header, or None if the value is wrong."""
     try:
         is_there = store.get([key], slots) == 1
-    except BadValue:  # of another length: a host that lost its power may leave an empty file
+    except BadValue:  # of another length: after a power failure a file may be empty
         return True, None
     return is_there, block.read_header(slots.value(0)) if is_there else None
 
 
-_REST = 50  # times the duration of the last look, which may have read every key
+_REST = 50  # a pause is so many times as long as `room` took, which may read every key
 
 
 class RoomWatch:
-    """Asks a store for its room every `every_s` seconds, on a thread of its own.
+    """Asks a store for its room every `every_s` seconds, on a thread of its own; sets the metrics.
 
-    No thread is made for a store that cannot tell. If the store fails, its last numbers stay.
+    A store that cannot tell its room gets no thread. After an error the metrics keep their numbers.
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:
@@ -232,7 +233,7 @@ class RoomWatch:
     def _turn(self) -> float:
         assert self._store is not None
         metrics, started_at = self._metrics, time.monotonic()
-        with contextlib.suppress(StoreError):  # the calls that need the store report it
+        with contextlib.suppress(StoreError):  # calls of jobs will report the error
             room = self._store.room()
             metrics.store_used_bytes.set(room.used_bytes or 0)
             metrics.store_capacity_bytes.set(room.capacity_bytes or 0)

@@ -25,7 +25,7 @@ class _Value(NamedTuple):
 
 
 class _Shelf:
-    """The values of all stores of one name, least recently matched first."""
+    """The values that all stores of one name share, in the order of their last matches."""
 
     def __init__(
         self, budget: int | None, lease_s: float, clock: Callable[[], float] = time.monotonic
@@ -39,7 +39,7 @@ class _Shelf:
         self.num_evicted = 0
 
     def add(self, key: BlockKey, data: bytes) -> bool:
-        """Adds a value unless its key is there. Returns False if there is no room for it."""
+        """Adds a value unless its key is stored. Returns False if there is no room for it."""
         with self.lock:
             if key in self.values:
                 return True
@@ -51,7 +51,7 @@ class _Shelf:
             return True
 
     def lease(self, key: BlockKey, now: float) -> bool:
-        """Leases a value and counts it as used now. Returns False if it is not there."""
+        """Leases a value and counts a use of it at `now`. Returns False if it is not stored."""
         with self.lock:
             value = self.values.pop(key, None)
             if value is None:
@@ -92,9 +92,9 @@ class _Shelf:
         return True
 
     def _victims(self, num_bytes: int, spared: Collection[str] = ()) -> tuple[list[BlockKey], int]:
-        """Returns what goes for new bytes, and how many are missing even then: the rest is kept.
+        """Returns the keys to evict for new bytes, and how many bytes then still have no room.
 
-        spared: if there are any, all other blocks may go, also leased ones.
+        spared: if not empty, all other blocks and tails may be evicted, even if they are leased.
         """
         now, victims = self.clock(), []
         goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
@@ -116,11 +116,11 @@ _shelves_lock = threading.Lock()
 class MemoryStore(Store):
     """`memory://` opens a new store; `memory://name` opens one that all users of the name share.
 
-    A name's values live until its last store is closed. Without a budget nothing is evicted; with a
-    budget, the values that nobody has matched for longest are evicted first, leased values never.
-    It keeps no clock: tails and markers are evicted like blocks.
+    A name's values live until its last store is closed. Without a budget nothing is evicted. With a
+    budget, the values matched longest ago are evicted first; leased values only by `make_room`.
+    It keeps no clock: values never expire, and tails and markers are evicted like blocks.
 
-    clock: seconds by which a store without a name counts leases; a simulation passes its own.
+    clock: returns seconds, by which a store without a name counts leases; simulations pass one.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class MemoryStore(Store):
         self._shelf = _Shelf(None, self._shelf.lease_s)
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> _Shelf:
-        shelf = self._shelf  # read before the check, as `close` ends the life first
+        shelf = self._shelf  # read before the check: `close` ends the life before it drops this
         self._lifecycle.check()
         check_call(keys, slots)
         return shelf
@@ -233,7 +233,7 @@ def _options_of(url: StoreURL) -> tuple[int | None, float]:
 
 
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:
-    """Returns the shelf of a name. Raises ConfigError if it has another budget or lease."""
+    """Returns a name's shelf. Raises ConfigError if the shelf has another budget or lease."""
     with _shelves_lock:
         shelf = _shelves.setdefault(name, _Shelf(budget, lease_s))
     if (shelf.budget, shelf.lease_s) != (budget, lease_s):

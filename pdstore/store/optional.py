@@ -14,15 +14,15 @@ from pdstore.store.wrappers import GuardedStore, WrapperStore
 
 @runtime_checkable
 class FindsKeys(Protocol):
-    """A store that can look for many unrelated keys in one round trip.
+    """A store that can search for many unrelated keys in one round trip.
 
-    So one call can ask for the markers of all hand-offs that an instance waits for.
+    With it, one call can search for the markers of all hand-offs that an instance waits for.
     """
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Returns for each key whether it is stored, hits and misses in any order.
+        """Returns for each key whether it is stored, also for the keys after a miss.
 
-        Leases nothing and does not count as a use, if the store can look without both. The keys are
+        The store should lease nothing and count no use, if it can search in that way. The keys are
         distinct, as in every call. Raises StoreError.
         """
 
@@ -31,30 +31,29 @@ class FindsKeys(Protocol):
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 
-    It may not hear of puts on other hosts: to wait for such a put, look from time to time as well.
+    It may not notice puts on other hosts: to wait for such a put, also match from time to time.
     """
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
-        """Blocks until something may have been stored since `seen`, at most for `timeout_s`.
+        """Blocks until the store's number of changes differs from `seen`, at most for `timeout_s`.
 
-        seen: the number of changes that an earlier call returned. None returns the present number
-          at once.
-        Returns the present number: `seen` if the time was up, else another number. The number may
-        change without a put, but a completed put of this host always changes it: so a caller that
-        first takes the number and then looks for a key misses no put. Any thread may call it.
+        seen: the number that an earlier call returned. With None, the call returns at once.
+        Returns the present number: `seen` if the time limit has passed, else another number. The
+        number may change without a put, but each completed put of this host changes it. So a caller
+        that takes the number before it searches for a key misses no put. Any thread may call it.
         Raises StoreError.
         """
 
 
 ALL_KEYS = "pds1:"
-"""The beginning of every key of pdstore, in a store that keeps other things too."""
+"""The first characters of each of pdstore's keys; a store may keep values of other users too."""
 
 
 class StoredValue(NamedTuple):
     """A value as a listing shows it.
 
-    num_bytes: memory or disk space that it takes; at least its length.
-    age_s: seconds since it was put or matched last; None where the store does not tell.
+    num_bytes: memory or disk space that the value takes; at least its length.
+    age_s: seconds since the value was last put or matched; None if the store does not tell.
     """
 
     key: BlockKey
@@ -64,30 +63,30 @@ class StoredValue(NamedTuple):
 
 @runtime_checkable
 class ListsValues(Protocol):
-    """A store that can list what it keeps, for people and their tools."""
+    """A store that can list its values, for people and their tools."""
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Yields each value whose key begins with `prefix`, once, in no order.
+        """Yields each value whose key begins with `prefix`, a single time, in no order.
 
-        Leases nothing and counts as no use. A value that is put or removed meanwhile may be
-        missing. Looks at every key of the pool, so it is not for a request's path. Raises
-        StoreError, also after some values.
+        Leases nothing and counts no use. May leave out values that are put or removed during it.
+        Reads every key of the pool, so do not call it while a request waits. Raises StoreError,
+        sometimes after it has yielded values.
         """
 
     def length_of(self, key: BlockKey) -> int | None:
         """Returns the exact length of a value in bytes, None if it is missing.
 
-        May lease it or count as a use. Raises StoreError.
+        The store may lease the value and count a use of it. Raises StoreError.
         """
 
 
 class Room(NamedTuple):
     """The used and the free room of a store.
 
-    keeper: what keeps the values, for people: `redis 7.0.15`.
-    capacity_bytes: None if nothing limits the store, or if its keeper does not tell.
-    num_evicted: values evicted for want of room since the keeper's start; None if not counted.
-    policy: what is evicted when the store is full, in the keeper's words.
+    keeper: the program or place that keeps the values, for people to read: `redis 7.0.15`.
+    capacity_bytes: None if the store has no limit, or if the keeper does not tell it.
+    num_evicted: values evicted since the keeper's start to make room; None if not counted.
+    policy: which values are evicted when the store is full, in the keeper's words.
     num_connections: how many more connections the keeper accepts; None means any number.
     """
 
@@ -104,28 +103,28 @@ class TellsRoom(Protocol):
     """A store that knows how full it is."""
 
     def room(self) -> Room:
-        """Returns how full it is now. May look at every value. Raises StoreError."""
+        """Returns how full the store is now. May read every key. Raises StoreError."""
 
 
 @runtime_checkable
 class EvictsByUse(Protocol):
-    """A store that evicts what was used longest ago: says how long ago, and makes room when asked.
+    """A store that evicts the values used longest ago. It tells their age, and evicts when asked.
 
-    `pdstore.worker.save` decides by the age whether a save may evict.
+    `pdstore.worker.save` decides by that age whether a save may evict values.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
-        """Returns how many seconds ago the value was used that goes first for new ones.
+        """Returns how many seconds ago the value was used that new values would evict first.
 
-        sizes: of the new ones, in bytes. None if they have room without it, or nothing may go. It
-        need not be exact. Leases nothing and counts as no use. Raises StoreError.
+        sizes: bytes of each new value. Returns None if the new values have room, or if nothing may
+        be evicted. The result need not be exact. Leases nothing, counts no use. Raises StoreError.
         """
 
     def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
-        """Evicts, also what is leased, until these values have room; returns whether they do.
+        """Evicts values, even leased ones, until new values have room; returns whether they have.
 
-        Only blocks and tails go: what was used longest ago, no more than must, and none of `keys`.
-        Another saver may still take the room. Raises StoreError.
+        keys, sizes: of the new values. Evicts only blocks and tails, those used longest ago first,
+        no more than needed, and none of `keys`. Other saves may take the room. Raises StoreError.
         """
 
 
@@ -138,17 +137,17 @@ _VERBS: Mapping[str, str] = {
     "put_sealed": "put",
     "fill": "put",
 }
-"""Optional calls that `GuardedStore` guards, each with the method of `Store` that it is a form of.
+"""The optional calls that `GuardedStore` guards and measures, each with a similar call of `Store`.
 
-Other optional calls look up no key and move no value: there is nothing to guard or to measure.
+Other optional calls match no key and move no value, so they are neither guarded nor measured.
 """
 
 
 def find_optional(store: Store, protocol: type[P]) -> P | None:
-    """Returns an object with the protocol's calls on this store; None if the store has none.
+    """Returns an object that has a protocol's calls for a store; None if the store lacks them.
 
-    For a plain store it is the store itself. For a `GuardedStore` the object's calls go through the
-    guard. Any other wrapper offers only the protocols in its `passes`.
+    For a store that wraps none, the object is the store itself. For a `GuardedStore`, the object's
+    calls go through `around`. Any other wrapper offers only the protocols in its `passes`.
 
     protocol: a protocol of this module, or a class of stores.
     """
@@ -161,7 +160,7 @@ def find_optional(store: Store, protocol: type[P]) -> P | None:
 
 
 class _Guarded:
-    """The optional calls of a store, with the guard around those in `_VERBS`."""
+    """The optional calls of a store; those in `_VERBS` go through `GuardedStore.around`."""
 
     def __init__(self, guard: GuardedStore, inner: object) -> None:
         self._guard = guard

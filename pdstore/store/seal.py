@@ -1,4 +1,4 @@
-"""seal_store: a store with its values encrypted under the keys of PDSTORE_SEAL_KEY_FILE."""
+"""seal_store: wraps a store to encrypt its values; the keys are in PDSTORE_SEAL_KEY_FILE."""
 
 # Decision: docs/decisions/010-seal.md
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
 from pdstore.store.optional import EvictsByUse, FindsKeys, TellsChanges, TellsRoom, find_optional
 from pdstore.store.wrappers import WrapperStore
 
-if TYPE_CHECKING:  # the bare install has no `cryptography`
+if TYPE_CHECKING:  # pdstore without extras does not install `cryptography`
     from pdstore.format.envelope import Envelopes
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ class Encrypted(WrapperStore):
     """Encrypts values that are put, decrypts values that are got, and changes nothing else.
 
     Somebody who can use the pool but has no seal key can read no value, and can make no value that
-    `get` returns: `get` raises OtherSeal or Forged at such a value. The pool's id is not encrypted,
+    `get` accepts: at such a value `get` raises OtherSeal or Forged. The pool's id is not encrypted,
     because it only tells pools apart, and instances with other seal keys must read it.
 
     Values pass through memory of the wrapped store (`Store.allocate`), a batch at a time. Each
-    running call holds `batch_bytes` of such memory, or as much as one value needs. Values of an
-    arena are copied through such memory as well, not in place.
+    running call holds `batch_bytes` of such memory, or more if one value needs more. Values of an
+    arena pass through such memory, too, instead of being copied in place.
     """
 
     passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse)
@@ -71,7 +71,7 @@ class Encrypted(WrapperStore):
         slots: Slots,
         call: Callable[[Sequence[BlockKey], Slots, Slots], int],
     ) -> int:
-        """Makes `call` for each batch, until one falls short; returns how many keys were served."""
+        """Calls `call` for each batch until one falls short; returns the number of served keys."""
         check_call(keys, slots)
         if not keys:
             return call(keys, slots, slots)
@@ -112,7 +112,7 @@ class Encrypted(WrapperStore):
         return found
 
     def _decrypt(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> None:
-        """Fills the slots. Raises OtherSeal or Forged at the first value that must not be used."""
+        """Decrypts into `slots`. Raises OtherSeal or Forged at a value that must not be used."""
         for i, key in enumerate(keys):
             if kind_of(key) is Kind.POOL:
                 slots.value(i)[:] = stored.value(i)
@@ -124,7 +124,7 @@ class Encrypted(WrapperStore):
 
     @contextmanager
     def _memory(self, num_bytes: int) -> Iterator[memoryview]:
-        """Lends memory that the wrapped store moves fastest."""
+        """Lends memory of the kind that the wrapped store moves fastest."""
         with self._lock:
             view = self._spare.pop() if self._spare else None
         if view is None or len(view) < num_bytes:
@@ -172,9 +172,9 @@ _KEY = re.compile("[0-9a-fA-F]{64}")
 def read_seal_keys(path: Path) -> list[bytes]:
     """Returns the seal keys in a file; the first one encrypts.
 
-    The file has one key, or two during a rotation, each on a line of its own, of 64 hex digits;
-    empty lines and lines that begin with # do not count. Only its owner may read it.
-    Raises ConfigError, which never quotes the file.
+    The file has one key, or two during a rotation: a line of 64 hex digits for each. Empty lines
+    and lines that begin with # are ignored. Only the file's owner may be able to read it.
+    Raises ConfigError, whose text never quotes the file.
     """
     lines = [line.strip() for line in _text_of(path).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]

@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from pdstore.errors import ConfigError
 
 _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
-"""Matches a URL up to the end of its first host, and then its other hosts."""
+"""Matches a URL's text up to the end of the first host, and then the list of the other hosts."""
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
 _ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
 _WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
@@ -22,11 +22,11 @@ _WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
 class StoreURL:
     """A parsed store URL.
 
-    A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses those
-    that are left.
+    A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses the
+    options that are left.
 
-    more_hosts: the hosts after the first in `host1:port,host2`. A store that can use them empties
-      it.
+    more_hosts: the hosts after the first in `host1:port,host2`. A store that uses several hosts
+      empties this list.
     """
 
     text: str
@@ -41,7 +41,7 @@ class StoreURL:
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
-        """Parses a URL of any scheme. Raises ConfigError, which shows no password or option."""
+        """Parses a URL of any scheme. Raises ConfigError with no password or option in its text."""
         problem = _slip_in(text)
         try:
             with_one_host, others = _hosts_apart(text)
@@ -55,7 +55,7 @@ class StoreURL:
             problem = problem or f"its port or its options cannot be read{_ESCAPES}"
         else:
             problem = problem or _problem_of(text, parts)
-        if problem:  # raised out here: the ValueError may quote a piece of the password
+        if problem:  # not raised from the ValueError, which may quote the password
             raise ConfigError(f"bad store URL {without_secret(text)!r}: {problem}")
         return cls(
             text,
@@ -78,7 +78,7 @@ class StoreURL:
         return without_secret(self.text)
 
     def size(self, option: str, default: int) -> int:
-        """Takes an option in bytes, such as `20GiB`. Raises ConfigError unless it is positive."""
+        """Takes an option in bytes, such as `20GiB`. Raises ConfigError if it is not positive."""
         text = self.options.pop(option, None)
         if text is None:
             return default
@@ -93,7 +93,7 @@ class StoreURL:
         return size
 
     def seconds(self, option: str, default: float) -> float:
-        """Takes an option in seconds. Raises ConfigError unless it is positive."""
+        """Takes an option in seconds. Raises ConfigError if it is not positive."""
         text = self.options.pop(option, None)
         try:
             value = default if text is None else float(text)
@@ -106,7 +106,7 @@ class StoreURL:
         return value
 
     def inner(self, prefix: str) -> str:
-        """Returns the URL without a prefix of its scheme and without the options taken so far."""
+        """Returns the URL without the options taken so far, and without `prefix` in its scheme."""
         base, _, _ = self.text.removeprefix(prefix).partition("?")
         return f"{base}?{urlencode(self.options)}" if self.options else base
 
@@ -121,7 +121,7 @@ class StoreURL:
 
 
 def _slip_in(text: str) -> str:
-    """Returns what to write for quotes, blanks or `;budget=` in a URL; empty if it has none."""
+    """Returns a remedy for quotes, blanks or `;budget=` in a URL; an empty text if it has none."""
     option = _OPTION_AFTER_SEMICOLON.search(text.rpartition("@")[2])
     if text[:1] in ("'", '"'):
         return "write it without the quotes: docker's --env-file takes them as a part of it"
@@ -131,7 +131,7 @@ def _slip_in(text: str) -> str:
 
 
 def _problem_of(text: str, parts: SplitResult) -> str:
-    """Returns what is wrong with a URL that could be split; empty if nothing is."""
+    """Returns what is wrong with a URL that could be split; an empty text if nothing is."""
     if parts.fragment:
         return f"write # as %23{_ESCAPES}"
     may_hide_one = parts.netloc and not _is_without_password(parts.scheme)
@@ -145,7 +145,7 @@ def _problem_of(text: str, parts: SplitResult) -> str:
 
 
 def _hosts_apart(text: str) -> tuple[str, list[str]]:
-    """Returns the URL with only its first host, and the other hosts as URLs of their own."""
+    """Returns the URL with only its first host, and one URL for each of the other hosts."""
     found = _HOSTS.match(text)
     if found is None or _is_without_password(text.partition("://")[0]):
         return text, []
@@ -156,12 +156,13 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
 def without_secret(text: str) -> str:
     """Returns the URL, malformed or not, with its password replaced and without its options.
 
-    Everything between `://` and the last `@` may hold a password, but in schemes without passwords.
+    All text between `://` and the last `@` may hold a password, except in schemes without
+    passwords.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")
     host, _, _ = host.partition("?")
-    name, colon, _ = user.partition(":")  # a name alone may be meant as the password
+    name, colon, _ = user.partition(":")  # without a colon, the name may be a password
     return f"{scheme}{separator}{(name + ':' if colon else '') + '***@' if at else ''}{host}"
 
 

@@ -1,4 +1,4 @@
-"""KeyWatch: waits until keys are stored; one call of the store looks for all waiters' keys."""
+"""KeyWatch: waits until keys are stored; one search of the store is for the keys of all waiters."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pdstore.threads import Deadline, Ticker, call_or
 T = TypeVar("T")
 
 _FIRST_S = 0.002  # the shortest pause
-_GROWTH = 1.3  # factor from one pause to the next
-_LISTEN_S = 0.1  # how long `close` may have to wait for a store that tells of changes
-_SETTLE_S = 0.0005  # changes within this time are seen by one look
-_RETRY_S = 1.0  # after an error of the store that should tell of changes
-_TOLD_LAST_S = 0.05  # the longest pause for a store that tells: it may not hear of other hosts
+_GROWTH = 1.3  # each pause is so many times as long as the pause before
+_LISTEN_S = 0.1  # time limit of one wait for a change; `close` may have to wait for its end
+_SETTLE_S = 0.0005  # one search finds all changes within this time
+_RETRY_S = 1.0  # pause after a wait for a change has raised a StoreError
+_TOLD_LAST_S = 0.05  # the longest pause if the store tells of changes: it misses other hosts' puts
 
 
 class Pace:
-    """Chooses the pauses between looks: short after progress, and then ever longer.
+    """Chooses the pauses between searches: short after progress, and then longer and longer.
 
     The pauses also leave the store time for other users.
 
     last_s: the longest pause.
-    share: of this many seconds, at most one is spent in calls of the store.
+    share: calls of the store take at most 1 / share of the time.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Pace:
         self._idle_until = 0.0
 
     def hurry(self) -> None:
-        """Makes the next pause the shortest, after progress."""
+        """Says that there was progress, so that the next pause is the shortest."""
         self._pause_s = _FIRST_S
 
     def blocked_s(self) -> float:
-        """Seconds during which the store must not be asked, even if something was stored."""
+        """Seconds from now in which the store must not be called, even if values are put."""
         return max(0.0, self._idle_until - self._clock())
 
     def after(self, took_s: float) -> float:
@@ -65,43 +65,43 @@ class Pace:
 
 
 class Waiter(ABC):
-    """A waiter for keys, for `KeyWatch.add`.
+    """An object that waits for keys, for `KeyWatch.add`.
 
-    The watch calls it on its own threads, one call at a time, and no more after it returned None.
+    The watch calls it on the watch's threads, one call at a time, until one call returns None.
     """
 
     @abstractmethod
     def wanted(self) -> Sequence[BlockKey]:
-        """Returns the keys to look for next."""
+        """Returns the keys to search for next."""
 
     @abstractmethod
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Takes the outcome of a look for all keys that were wanted.
+        """Takes the outcome of a search for the keys of all waiters.
 
-        stored: the keys that were found, those of other waiters among them.
-        asked_at: when the look began, in monotonic seconds.
-        Returns the seconds after which it must be called again even if none of its keys has come or
-        gone; None if it waits no more.
+        stored: the keys that were found, also those of other waiters.
+        asked_at: when the search began, in monotonic seconds.
+        Returns the seconds after which it must be called again even if none of its keys has
+        appeared or disappeared; None if it does not wait any longer.
         """
 
     @abstractmethod
     def look_failed(self, error: Exception) -> float | None:
-        """Takes the error of a look, or StoreClosed at the watch's end; returns as `look_ended`."""
+        """Takes a search's error, or StoreClosed at the end; returns the same as `look_ended`."""
 
 
 class KeyWatch:
-    """Looks for the keys of all waiters together, on a thread of its own.
+    """Searches the store for the keys of all waiters together, on threads of its own.
 
-    A look is one call of the store if that can look for many keys (`FindsKeys`), else a call for
-    each key. If the store tells of changes (`TellsChanges`), a look follows each change. Otherwise
-    the thread polls the store, and spends at most a quarter of its time in such calls.
+    A search is one call of the store if the store has `FindsKeys`; otherwise it is one call for
+    each key. If the store tells of changes (`TellsChanges`), each change starts a search. If not, a
+    thread searches again and again; these calls take at most a quarter of the thread's time.
 
-    A StoreError is told to every waiter. Any other exception of the store is told only to the
+    If a search raises a StoreError, every waiter is told. Any other exception is told only to the
     waiters whose keys cause it.
 
-    name: of the thread.
-    patience_s: how long a call of the store may take before it counts as stuck.
-    pace: of the looks; None takes one that suits the store.
+    name: the name of the thread.
+    patience_s: a call of the store that takes longer counts as stuck.
+    pace: chooses the pauses between searches; None takes a `Pace` that suits the store.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class KeyWatch:
         self._arrivals: deque[Waiter] = deque()
         # the keys of each waiter, and when it must be called in any case
         self._wishes: dict[Waiter, tuple[Sequence[BlockKey], float]] = {}
-        self._found: set[BlockKey] = set()  # by the last look
+        self._found: set[BlockKey] = set()  # by the last search
         self._is_listening = False
         self._seen: int | None = None
         self._thread = Ticker(name, self._turn)
         self._listener = Ticker(f"{name}-changes", self._listen) if self._teller else None
 
     def add(self, waiter: Waiter) -> None:
-        """Adds a waiter, which is called soon. Any thread may call it."""
+        """Adds a waiter; the watch calls the waiter soon. Any thread may call `add`."""
         self._arrivals.append(waiter)
         self._thread.wake()
         if self._listener is not None and not self._is_listening:
@@ -162,16 +162,16 @@ class KeyWatch:
             call_or(partial(self._arrivals.popleft().look_failed, error), None)
 
     def _listen(self) -> float | None:
-        """Waits for a change; then makes a look on this thread, without waking another one."""
+        """Waits for a change; then searches on this same thread, without waking another thread."""
         assert self._teller is not None
-        self._is_listening = False  # before the check for waiters; `add` adds before it reads this
+        self._is_listening = False  # set before the check: `add` appends before it reads this
         if not (self._arrivals or self._wishes):
             self._seen = None
             return None
         self._is_listening = True
         try:
             now = self._teller.wait_for_change(self._seen, _LISTEN_S)
-        except StoreError:  # a look raises it as well
+        except StoreError:  # the next search raises it as well
             return _RETRY_S
         before, self._seen = self._seen, now
         if now == before:
@@ -191,9 +191,9 @@ class KeyWatch:
         return self._pace.blocked_s() or self._look()
 
     def _look(self) -> float:
-        """Looks for all keys, and calls the waiters that have news or are due.
+        """Searches for all keys; calls the waiters that are due, or whose keys came or went.
 
-        Returns the seconds to the next look.
+        Returns the seconds to the next search.
         """
         wishes = dict(self._wishes)
         all_keys = list(dict.fromkeys(key for keys, _ in wishes.values() for key in keys))
@@ -223,7 +223,7 @@ class KeyWatch:
                 self._settle(waiter, partial(waiter.look_failed, answer))
 
     def _search(self, keys: Sequence[BlockKey]) -> set[BlockKey] | Exception:
-        """Returns which of the keys are stored, or the store's error."""
+        """Returns those of the keys that are stored, or the exception that the store raised."""
         fault: set[BlockKey] | Exception = RuntimeError(f"{self._store.label} raised a stray error")
         return self._timed(lambda: call_or(partial(self._which_stored, keys), fault))
 
@@ -243,7 +243,7 @@ class KeyWatch:
             return error.with_traceback(None)
 
     def _settle(self, waiter: Waiter, call: Callable[[], float | None]) -> None:
-        """Calls a waiter; forgets it if it waits no more."""
+        """Calls a waiter; forgets the waiter if the call returns None."""
         pause_s = self._timed(lambda: call_or(call, None))
         if pause_s is None:
             del self._wishes[waiter]
@@ -252,13 +252,13 @@ class KeyWatch:
         has_moved = keys != self._wishes[waiter][0]
         if has_moved:
             self._pace.hurry()
-        due_at = 0.0  # at the next look
+        due_at = 0.0  # at the next search
         if pause_s > 0 and not has_moved:  # waiters with equal pauses are due together
             due_at = (time.monotonic() // pause_s + 1) * pause_s
         self._wishes[waiter] = keys, due_at
 
     def _timed(self, call: Callable[[], T]) -> T:
-        """Makes a call that may use the store; `is_stuck` is true while it takes too long."""
+        """Makes a call that may use the store; `is_stuck` is true while the call takes too long."""
         self._call_deadline = Deadline(self._patience_s)
         try:
             return call()

@@ -30,16 +30,16 @@ R = TypeVar("R")
 class WrapperStore(Store):
     """Passes every call of the contract to the wrapped store.
 
-    Of the wrapped store's optional protocols it offers only those that a subclass names in
-    `passes`. Calls that see values must not be named if the subclass changes values: they would see
-    other bytes.
+    It offers only those of the wrapped store's optional protocols that a subclass names in
+    `passes`. A subclass that changes values must name no protocol whose calls read or write values,
+    because those calls would see the changed bytes.
     """
 
     passes: tuple[type, ...] = ()
-    """Optional protocols that a subclass lets through unchanged: those whose calls see no value."""
+    """Optional protocols that a subclass passes on unchanged."""
 
     added_bytes: int = 0
-    """Bytes that a subclass adds to each value but the pool's id."""
+    """Bytes that a subclass adds to each value, except to the pool's id."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -82,24 +82,24 @@ class WrapperStore(Store):
         self._store.close()
 
 
-# Errors about one block, one budget or one closed object: the store itself is well.
+# Errors that do not count as failures of the store.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
 OPEN_S = 1.0
-"""Time for which the breaker stays open: short, because a probe is one call of one thread."""
+"""Seconds between two probes of an open breaker: a short time, as a probe is only one call."""
 _DIRECTION = {"get": "load", "put": "save"}
 
 
 class GuardedStore(WrapperStore):
-    """Measures each call, retries once after a broken connection, and rests a store that fails.
+    """Measures each call, retries a call one time if the store is unavailable, and has a breaker.
 
-    It changes no answer. So `find_optional` finds the wrapped store's optional protocols through
-    it; their calls go through `around` as well.
+    It changes no answer. So `find_optional` offers all optional protocols of the wrapped store;
+    their calls go through `around` as well.
 
     It counts calls by verb and outcome, their seconds, and the bytes that were got and put. After
     `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
-    StoreDenied if the last call was denied. Every `open_s`, one call is let through as a probe. But
-    if the last failure came quickly, as from a replica, all calls go through: they cost little, and
+    StoreDenied if the last call was denied. After each `open_s`, one call is made as a probe. But
+    if the last failure came quickly, as from a replica, all calls are made: they cost little, and
     the store is used as soon as it works.
     """
 
@@ -128,15 +128,15 @@ class GuardedStore(WrapperStore):
 
     @property
     def problem(self) -> str | None:
-        """The store's last failure, or its last refusal for want of room; None if all is well.
+        """The message of the store's last failure or of its last StoreFull; None if all is well.
 
-        Any call that succeeds ends a failure; only a put that succeeds ends a want of room.
+        The next successful call clears a failure; only the next successful put clears a StoreFull.
         """
         return self._problem
 
     @property
     def is_open(self) -> bool:
-        """True while calls fail at once."""
+        """True after `failures` failed calls in a row, until a call does not fail."""
         return self._in_a_row >= self._failures
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -158,12 +158,12 @@ class GuardedStore(WrapperStore):
         """Makes a call of the wrapped store and returns its answer.
 
         verb: the method of `Store` that the call is a form of, for example `get` for `get_right`.
-        args: the call's arguments: first the keys of a batch, if it has keys, then its slots.
+        args: the arguments of `call`. If it takes keys and slots, these come first, in this order.
         """
-        if args and not args[0]:  # no keys, no I/O: that says nothing about the store
+        if args and not args[0]:  # a call without keys does no I/O: it cannot probe the store
             return call(*args, **kwargs)
         self._check_breaker()
-        is_well = True  # also after a bad argument, which says nothing about the store
+        is_well = True  # stays so after a ValueError, which is no failure of the store
         is_retry = False
         try:
             while True:
@@ -173,7 +173,7 @@ class GuardedStore(WrapperStore):
                 except StoreError as error:
                     self._measure(verb, began_at, error)
                     if isinstance(error, StoreUnavailable) and not (is_retry or self.is_open):
-                        is_retry = True  # an idle connection may have broken, which its use shows
+                        is_retry = True  # an idle connection may have broken, unnoticed
                         continue
                     is_well = isinstance(error, _HEALTHY)
                     self._keep_error(error, self._clock() - began_at)
@@ -189,7 +189,7 @@ class GuardedStore(WrapperStore):
                 self._probe_at = self._clock() + self._open_s
 
     def _check_breaker(self) -> None:
-        """Raises while the breaker is open, except for the call that is the next probe."""
+        """Raises a StoreError while the breaker is open, unless this call is the next probe."""
         with self._lock:
             if self.is_open and not self._is_quick:
                 if self._clock() < self._probe_at:
@@ -198,7 +198,7 @@ class GuardedStore(WrapperStore):
                         f" it is tried every {self._open_s:g} s",
                         remedy=self._remedy,
                     )
-                self._probe_at = math.inf  # until this call has ended
+                self._probe_at = math.inf  # no other probe before this one has ended
 
     def _keep_error(self, error: StoreError, took_s: float) -> None:
         is_lasting = isinstance(error, StoreTimeout | StoreDenied)
@@ -229,7 +229,7 @@ class GuardedStore(WrapperStore):
 
 
 def problem_of(store: Store) -> str | None:
-    """Returns the problem of a store, if it has a breaker that knows of one; else None."""
+    """Returns `GuardedStore.problem` of a store, or of what it wraps; None without a guard."""
     while isinstance(store, WrapperStore):
         if isinstance(store, GuardedStore):
             return store.problem

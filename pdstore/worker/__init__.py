@@ -1,1 +1,1 @@
-"""The half of pdstore in an engine's worker processes: moves blocks from and to the store."""
+"""The half of pdstore that runs in an engine's worker processes: it loads and saves blocks."""

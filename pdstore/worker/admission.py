@@ -1,13 +1,14 @@
-"""Admission: whether a save may evict what the pool holds, learnt from when blocks are used again.
+"""Admission: decides whether a save may evict values; learns at what ages blocks are used again.
 
-Decision: hit density decides (LHD, Beckmann et al., NSDI 2018): how many hits a second a value
-brings if it is held for the time that suits it best (Gittins' index). A save is made if its new
-values bring at least as many as the pool's oldest value, which has an age already. When users take
-turns, every block is used again at about the same age, so the oldest block is needed next: a small
-pool that evicts it has almost no hits, and the save is refused. Where the chance of a use falls
-with age, every save is made: that is plain LRU. A value that nobody uses any more grows older than
-any use that was seen, so nothing stays for good. A fixed time of protection suits one workload
-only; `benchmarks.trace.eviction` compares them.
+Decision: hit density decides (LHD, Beckmann et al., NSDI 2018). The hit density of a value is the
+number of hits per second that it brings if the pool holds it for the time that makes this number
+largest (Gittins' index). A save may evict if the hit density of its new values is at least that of
+the pool's oldest value, which has an age already. When users take turns, every block is used again
+at about the same age, so the oldest block is the next to be used. A small pool that evicts it has
+almost no hits, so the save is refused. Where the chance of a use falls with age, every save may
+evict, which is plain LRU. A value that nobody uses any more becomes older than any age at which a
+use was seen, and is evicted: no value stays for ever. Protecting values for a fixed time suits only
+one workload; `benchmarks.trace.eviction` compares such policies.
 Decision: docs/decisions/041-admission.md
 """
 
@@ -22,44 +23,46 @@ from collections.abc import Callable, Iterable, Sequence
 from pdstore.store.base import FRESH_S
 
 _MOST_SAMPLES = 4096
-_MOST_PENDING = 64  # loads between two saves; of more the last ones count
-_LEARN_EVERY = 256  # sampled uses; a look at all samples takes a millisecond
-_HORIZON = 64  # ages of the pool's oldest value: what is unused for longer is forgotten
+_MOST_PENDING = 64  # calls of `found` that are kept until the next save: the last ones
+_LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes a millisecond
+_HORIZON = 64  # a sample that is so many times as old as the pool's oldest value is forgotten
 _PER_OCTAVE = 6
 _EDGES = [0.0] + [FRESH_S * 2 ** (i / _PER_OCTAVE) for i in range(22 * _PER_OCTAVE)]
-_NUM_AGES = len(_EDGES) - 1  # uses are counted by ages between two edges, in seconds
+_NUM_AGES = len(_EDGES) - 1  # ages are counted by the interval between two edges
 _ALL_NAMES = 1 << 32
 
 
 class Admission:
-    """Learns when this process uses blocks again; decides which of its saves are made. Any thread.
+    """Learns at what ages this process uses blocks again; decides which of its saves may evict.
 
-    It remembers a sample of a few thousand names, also of blocks that were evicted or refused. The
-    sample is chosen by the names, so the ranks of an instance have the same one.
+    Any thread may call it. It remembers a few thousand of the names (prefix hashes) of blocks, even
+    of blocks that were evicted or not admitted. The names themselves decide which ones it
+    remembers, so that all ranks of an instance remember the same ones.
 
-    clock: seconds.
+    clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MOST_PENDING)
-        self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use, and whether a save
+        self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use: time, is a save
         self._names_below = _ALL_NAMES
-        # intervals by age, all and those that began with a save: that ended in a use, and at all
+        # numbers of intervals by age: [0] of all, [1] of those that began with a save;
+        # `_hits` counts the intervals that a use has ended, `_ends` all that have ended
         self._hits, self._ends = ([[0.0] * _NUM_AGES for _ in range(2)] for _ in range(2))
         self._num_ends = 0.0
         self._num_uses = 0
-        self._oldest_s = 0.0  # the greatest age asked about lately
-        self._of_all = [*self._hits[0]], [*self._ends[0]]  # as they were when it last learnt
+        self._oldest_s = 0.0  # the greatest argument of recent calls of `admits`
+        self._of_all = [*self._hits[0]], [*self._ends[0]]  # copies made by the last `_learn`
         self._of_new = 0.0
 
     def found(self, names: Iterable[bytes]) -> None:
-        """Notes a use of blocks in the pool. Reads their prefix hashes later: loads are urgent."""
+        """Notes a use of blocks in the pool. Iterates `names` only at a save: loads are urgent."""
         self._pending.append((self._clock(), names))
 
     def saved(self, names: Iterable[bytes]) -> None:
-        """Notes a use of blocks that were not in the pool, whether they are admitted or not."""
+        """Notes a use of blocks that were not in the pool, also if their save is not admitted."""
         now = self._clock()
         with self._lock:
             while self._pending:
@@ -69,7 +72,7 @@ class Admission:
                 self._learn(now)
 
     def admits(self, oldest_s: float) -> bool:
-        """Returns whether new values are worth the pool's oldest, last used `oldest_s` ago."""
+        """Returns whether new values may evict the oldest value, unused for `oldest_s` seconds."""
         with self._lock:
             self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
             return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
@@ -80,7 +83,7 @@ class Admission:
                 continue
             before = self._samples.pop(name, None)
             kind = is_save
-            if before is not None and now - before[0] <= FRESH_S:  # one use, as far as a pool goes
+            if before is not None and now - before[0] <= FRESH_S:  # counts as one use
                 kind = before[1]
             elif before is not None:
                 self._end(now, *before, hits=1)
@@ -93,7 +96,7 @@ class Admission:
             self._hits[which][age] += hits
             self._ends[which][age] += 1
         self._num_ends += 1
-        if self._num_ends >= _MOST_SAMPLES:  # what was long ago counts for less and less
+        if self._num_ends >= _MOST_SAMPLES:  # so older intervals count less
             self._num_ends /= 2
             for counts in (*self._hits, *self._ends):
                 counts[:] = [count / 2 for count in counts]
@@ -102,14 +105,14 @@ class Admission:
         self._num_uses = 0
         self._forget(now)
         ends = [list(counts) for counts in self._ends]
-        for used_at, is_save in self._samples.values():  # without a use so far
+        for used_at, is_save in self._samples.values():  # intervals not ended yet
             for which in range(1 + is_save):
                 ends[which][_age(now - used_at)] += 1
         self._of_all = [*self._hits[0]], ends[0]
         self._of_new = hit_density(self._hits[1], ends[1], 0)
 
     def _forget(self, now: float) -> None:
-        """Forgets what was not used for long; changes the share of the names that are sampled."""
+        """Forgets samples not used for long; adapts how large a fraction of names is sampled."""
         since = now - _HORIZON * self._oldest_s if self._oldest_s else -math.inf
         for name, sample in list(self._samples.items()):  # those used longest ago come first
             if sample[0] >= since:
@@ -124,9 +127,9 @@ class Admission:
 
 
 def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float:
-    """Returns the hits a second of a value of an age, held on for the time that is best.
+    """Returns the hits per second that a value of this age brings if held for the best time.
 
-    hits, ends: intervals between uses that ended at each age with a use, and at all.
+    hits, ends: how many intervals between uses ended at each age by a use, and in any way.
     """
     at_risk, alive = sum(ends[age:]), 1.0
     best = num_hits = held_s = 0.0
@@ -141,6 +144,6 @@ def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float
 
 
 def _age(seconds: float) -> int:
-    """Returns the bucket of an age."""
+    """Returns which interval of `_EDGES` an age lies in."""
     octaves = math.log2(max(seconds, FRESH_S) / FRESH_S)
     return min(_NUM_AGES - 1, math.ceil(octaves * _PER_OCTAVE))

@@ -1,4 +1,4 @@
-"""Follow: finds the blocks of a hand-off that P has stored, and releases them to a load."""
+"""Follow: finds the blocks of a hand-off that P has stored, and lets a load start on them."""
 
 # Decision: docs/decisions/012-following.md
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pdstore.worker.load import LoadWork
 from pdstore.worker.values import PromptBlocks, bytes_of
 
 _WINDOW = 128
-"""The maximum number of keys that one call matches. It leases them, so all are loaded soon."""
-_PAUSE_S = 0.02  # most between two looks: a store may not hear of all changes
+"""Maximum number of keys in one match: these blocks must be loaded before their leases end."""
+_PAUSE_S = 0.02  # maximum time between two searches: a store may not notice all changes
 _ASK_AFTER_S = 0.1
 
 
 class _Lane:
-    """One layer range of a prompt: up to where it is stored, and up to where it is released."""
+    """One layer range of a prompt: which of its blocks are stored, and which the load may read."""
 
     def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
         self._prompt = prompt
@@ -37,7 +37,7 @@ class _Lane:
 
     @property
     def missing(self) -> BlockKey | None:
-        """The first key that is not known to be stored; None if all are."""
+        """The first key that no match has found yet; None if all keys are found."""
         return self._keys[self._at] if self._at < len(self._keys) else None
 
     @property
@@ -45,7 +45,7 @@ class _Lane:
         return self._at == len(self._keys) and self._released == len(self._prompt.keys)
 
     def advance(self, store: Store) -> bool:
-        """Matches the keys from the first missing one on. Returns whether more are stored now."""
+        """Matches the keys from the first missing one on. Returns True if it found any of them."""
         before, found, asked = self._at, 0, 0
         while found == asked and self._at < len(self._keys):
             window = self._keys[self._at : self._at + _WINDOW]
@@ -54,7 +54,7 @@ class _Lane:
         return self._at > before
 
     def release_whole(self, work: LoadWork) -> bool:
-        """Releases the blocks that are whole in this layer range. Returns whether any were."""
+        """Lets the load start on blocks whose keys are all found. Returns True if any are new."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
         first, stop = self._released, len(keys) if is_all else self._numbers[self._at]
@@ -68,14 +68,14 @@ class _Lane:
 
 
 class Follow(Waiter):
-    """One load that follows a hand-off. It is added to a `KeyWatch`.
+    """One load that follows a hand-off. It is a waiter of a `KeyWatch`.
 
-    It goes on until all blocks are found, or until P has said `done` or `failed`, or has died: a
-    block that is missing then will not come. What was found is loaded in any case.
+    It searches until all blocks are found, or until P has put the marker `done` or `failed`, or has
+    died: a block missing then will never be stored. The found blocks are loaded in any case.
 
-    stall_s: the load ends when P has stored nothing more for so long.
-    wake: tells the queue that the load has more to do, or nothing more.
-    clock: monotonic seconds; `asked_at` is a time of it.
+    stall_s: the search also ends when P has stored no block for so many seconds.
+    wake: tells the job queue that the load has new shares, or that no more shares will come.
+    clock: returns monotonic seconds, as in `asked_at`.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Follow(Waiter):
         first_block = work.first_token // prompt.layout.block_tokens
         self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
         for n in prompt.layout.held_ranges:
-            work.release([], n)  # no token counts before all of its layer ranges are loaded
+            work.release([], n)  # else tokens that some layer ranges still lack would count
 
     @property
     def is_over(self) -> bool:
         return self.job.done or not self._work.is_open
 
     def wanted(self) -> list[BlockKey]:
-        """The keys whose appearance says that there is something to do."""
+        """Returns the keys to search for; if one of them appears, the watch calls `look_ended`."""
         missing = [lane.missing for lane in self._lanes]
         beats = self._pulse.ring if self._pulse is not None else []
         return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Releases what is stored; ends the load if P says that no more comes, or is silent."""
+        """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
         if self.is_over:
             return None
         self._learn_instance(asked_at)
@@ -134,7 +134,7 @@ class Follow(Waiter):
         return None if self.is_over else _PAUSE_S
 
     def look_failed(self, error: Exception) -> float | None:
-        """Goes on after an error: the load ends if nothing more is stored in time."""
+        """Ignores the error of a search, because the watch will search again."""
         return None if self.is_over else _PAUSE_S
 
     def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
@@ -143,7 +143,7 @@ class Follow(Waiter):
             for lane in self._lanes:
                 if cut is not None or lane.missing in stored:
                     moved |= lane.advance(self._store)
-        except StoreError:  # loads what was found before it; asks again for the rest
+        except StoreError:  # blocks found before it are loaded; the next search finds the rest
             cut = None
         for lane in self._lanes:
             moved |= lane.release_whole(self._work)
@@ -156,12 +156,12 @@ class Follow(Waiter):
             self._wake()
 
     def _learn_instance(self, asked_at: float) -> None:
-        """Reads P's instance id, once, if a router chose the hand-off id and no block came yet."""
+        """Reads P's instance id from a marker if the hand-off id lacks it and no block has come."""
         if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
             return
         try:
             started = read_marker(self._store, self._handoff.started(self._namespace))
-        except StoreError:  # it is asked again
+        except StoreError:  # the next search tries it again
             return
         self._has_asked = True
         instance = self._handoff.instance_of(started) if started is not None else None
@@ -169,20 +169,20 @@ class Follow(Waiter):
             self._pulse = Pulse(self._namespace, instance, clock=self._clock)
 
     def _cut(self, stored: AbstractSet[BlockKey]) -> Reason | None:
-        """Returns why P says that nothing more will come; None if it does not."""
+        """Returns the reason if P has said that it stores no more blocks; else None."""
         if self._failed in stored:
             return Reason.HANDOFF_FAILED
         self._done = [key for key in self._done if key not in stored]
-        return None if self._done else Reason.ABSENT  # stored, but lost
+        return None if self._done else Reason.ABSENT  # missing blocks were stored, but are lost
 
     def _note_life(self, at: float) -> None:
-        """Takes note that P has stored something."""
+        """Notes that P has stored a block, which shows that P is alive."""
         self._moved_at = at
         if self._pulse is not None:
             self._pulse.add_beat(at)
 
     def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
-        """Returns why no more is expected of P, which has no news; None if more is expected."""
+        """Returns the reason if P has been silent for too long; None if more blocks may come."""
         if self._pulse is not None:
             self._pulse.update(stored, asked_at)
             if self._pulse.is_silent():

@@ -20,9 +20,9 @@ _SLOT_BYTES = 4096
 
 
 def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> None:
-    """Puts a beat of an instance, and removes all older beats but the last one before it.
+    """Puts a beat of an instance, and removes the older beats except the one right before it.
 
-    It raises no error if the store does not take the beat: the running save reports the error.
+    It ignores StoreErrors: the running save reports them.
     """
     slots = Slots(store.allocate(_SLOT_BYTES), _SLOT_BYTES, [0], [block.HEADER_BYTES])
     id = bytes.fromhex(instance)
@@ -35,9 +35,9 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
 class Heartbeat:
     """Puts one small value, a beat, every `period_s`, as long as a hand-off is being saved.
 
-    The first beat comes up to a period after a hand-off has begun: many hand-offs are saved by
-    then. Only the rank that has the first shard of the first layer beats for its instance. It beats
-    until the saves of the other ranks must have ended as well. Any thread may call it.
+    The first beat comes up to one period after a hand-off has begun; many hand-offs end before it.
+    Only the rank that has the first shard of the first layer beats for its instance. It beats until
+    the saves of the other ranks must have ended, too. Any thread may call its methods.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Heartbeat:
         self._is_mine = settings.publish and is_first
         is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
         self._linger_s = 0.0 if is_alone else settings.deadline_s
-        self._ends: dict[HandoffId, Deadline | None] = {}  # None: it is being saved
+        self._ends: dict[HandoffId, Deadline | None] = {}  # None while it is being saved
         self._numbers: dict[str, int] = {}  # the number of each instance's next beat
-        self._thread = Ticker("pdstore-heartbeat", self._turn)  # the last: it uses all of these
+        self._thread = Ticker("pdstore-heartbeat", self._turn)  # made last, as it uses all of these
 
     def begin_beats(self, handoff: HandoffId) -> None:
-        """Beats for a hand-off, from now on."""
+        """Starts the beats for a hand-off."""
         if self._is_mine and handoff.instance is not None:
             self._ends[handoff] = None
 
     def end_beats(self, handoff: HandoffId) -> None:
-        """Ends the beats for a hand-off. Does nothing if they have ended or never began."""
+        """Ends the beats for a hand-off, after the time that other ranks' saves may still take."""
         if handoff in self._ends:
             self._ends[handoff] = Deadline(self._linger_s)
 

@@ -1,4 +1,4 @@
-"""Job: one save or load in flight. Work: what it has to do. ChildJob: a worker that is at it.
+"""Job: one save or load in flight. Work: what a job has to do. ChildJob: one worker's work at it.
 
 Each job has a lock, which guards the shares of its work, the running copies and its end. No store
 call, copy or watcher runs while the lock is held. Nothing here may be called from a signal handler,
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 class Urgency(enum.IntEnum):
     """The order in which workers begin jobs."""
 
-    MARKER = 0  # a few bytes that another instance waits for; no limit refuses it
-    HANDOFF = 1  # another instance waits for all of it
+    MARKER = 0  # a few bytes that another instance waits for; no queue limit refuses this job
+    HANDOFF = 1  # another instance waits for all blocks of this job
     ORDINARY = 2
 
 
 class Shortfall(NamedTuple):
-    """Why a job did less than all of its work, and the exception behind the reason."""
+    """The reason why a job did less than all of its work; the exception behind it, if any."""
 
     reason: Reason
     error: Exception | None = None
@@ -50,11 +50,11 @@ class Shortfall(NamedTuple):
 
 @dataclass(eq=False)
 class Work:
-    """The content of a job, in shares that several workers can carry at the same time.
+    """The work of a job, in shares that several workers can do at the same time.
 
     The job reads the properties and calls `next_share` while it holds `lock`. After the last share
-    it calls `conclude`, once, without the lock. After a shortfall no further share is begun. This
-    base class has no shares: a subclass that adds none does everything in `conclude`.
+    it calls `conclude` a single time, without the lock. After a shortfall no further share begins.
+    This base class has no shares: a subclass that adds none does all its work in `conclude`.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -75,29 +75,29 @@ class Work:
         return True
 
     def next_share(self) -> Share:
-        """Returns a share that is ready; the caller begins it."""
+        """Returns a share that is ready; the caller does it."""
         raise NotImplementedError
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Ends the job's work after its last share. Returns why it did less than all, or None.
+        """Ends the job's work after its last share. Returns why not all work was done, or None.
 
-        shortfall: the first shortfall of a share, or None. After a shortfall, shares are left, and
-          the work may still be open.
-        May raise what a share may raise.
+        shortfall: the first shortfall of a share, or None. After a shortfall, shares may be left
+          that nobody begins, and more of them might have become ready.
+        May raise any exception that a share may raise.
         """
         return shortfall
 
 
 class Job:
-    """One save or load in flight. `KVPool` makes it; any thread may ask, wait and cancel.
+    """One save or load in flight. `KVPool` makes it; any thread may read it, wait and cancel.
 
     A job ends exactly once: when its work is done or has failed, at its deadline, by `cancel`, or
-    when the pool closes. An end that comes during block copies takes effect when the last of them
-    is over, and no copy begins after it. So after the end nothing reads or writes the paged cache
-    for the job any more, however late the store answers.
+    when the pool closes. If this happens during block copies, the job ends after the last of these
+    copies and begins no new one. So after its end nothing reads or writes the paged cache for the
+    job any more, even if the store answers a call later.
 
-    began: monotonic seconds, before its first call of the store.
-    seconds: time limit, from when the job may run.
+    began: when the job was made, in monotonic seconds.
+    seconds: the time limit; it begins when the job no longer waits for earlier jobs.
     """
 
     def __init__(
@@ -132,27 +132,27 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """The job has ended; `result` says how."""
+        """True if the job has ended; `result` says how."""
         return self._result is not None
 
     @property
     def captured(self) -> bool:
-        """Of a save: its source blocks may be reused, because they are copied or never will be."""
+        """True if a save's engine blocks may be reused: they are copied out, or never will be."""
         return self._captured or self.done
 
     @property
     def durable(self) -> bool:
-        """Of a save: another process can load all of it."""
+        """True if another process can load all blocks of a save."""
         return self._result is not None and self._result.reason is None
 
     @property
     def result(self) -> JobResult | None:
-        """The outcome; None before the job has ended."""
+        """The job's outcome; None before the job has ended."""
         return self._result
 
     @property
     def in_store(self) -> tuple[float, float] | None:
-        """The begin of its first store call and the end of its last, in monotonic seconds."""
+        """When the job's first store call began and its last one ended, in monotonic seconds."""
         return self._store_calls
 
     def wait(self, timeout_s: float) -> JobResult:
@@ -163,7 +163,7 @@ class Job:
         return self._result
 
     def cancel(self) -> None:
-        """Ends the job at once, or right after the block copies that run now.
+        """Ends the job immediately, or right after the block copies that run now.
 
         In the child of a fork it does nothing: the job is the parent's.
         """
@@ -171,7 +171,7 @@ class Job:
             self.end_with(Reason.CANCELLED, JobCancelled("cancelled by its owner"))
 
     def on_end(self, watcher: Callable[[Job], None]) -> None:
-        """Calls `watcher(job)` once when the job has ended, or now if it has; on any thread."""
+        """Calls `watcher(job)` when the job ends, on any thread; if it has ended already, now."""
         with self._lock:
             if self._result is None:
                 self._watchers.append(watcher)
@@ -182,20 +182,20 @@ class Job:
 
     @property
     def num_ready(self) -> int:
-        """The number of workers that would find work: one for each share, or one for the end."""
+        """The number of workers that a job can use: one for each ready share, or one at the end."""
         with self._lock:
             return self._num_ready()
 
     def start_clock(self) -> None:
-        """Starts the time limit: waiting for other jobs does not count."""
+        """Starts the time limit, after the job has waited for earlier jobs."""
         self.deadline = Deadline(self._seconds)
 
     def begin_child(
         self, goes_on: Callable[[Job], bool], left: Callable[[ChildJob], None]
     ) -> ChildJob | None:
-        """Adds a worker to the job; returns None if there is nothing to do for it.
+        """Adds a worker to the job; returns None if the worker would have nothing to do.
 
-        goes_on: called after each share; True if the worker should take this job's next share too.
+        goes_on: called after each share; True if the worker should do the job's next share as well.
         left: called when the worker has left the job.
         """
         with self._lock:
@@ -205,7 +205,7 @@ class Job:
             return ChildJob(self, goes_on, left)
 
     def end_with(self, reason: Reason | None, error: Exception | None = None) -> None:
-        """Ends the job unless it has ended; during block copies, right after them."""
+        """Ends the job unless it has ended: immediately, or after block copies that run now."""
         with self._lock:
             if not self._is_ending:
                 self._is_ending = True
@@ -239,7 +239,7 @@ class Job:
             if work is None:
                 return
             progress = work.progress
-        del work  # what the work holds is released before anyone hears that the job is done
+        del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
             _release_frames(error)
@@ -253,11 +253,11 @@ class Job:
 
 @dataclass(eq=False)
 class ChildJob:
-    """One worker's time at a job, in which it carries one share after the other.
+    """One worker's work at a job: one share after the other.
 
-    Only that worker's thread calls it, but any thread may read `is_hung`. It may leave one block
-    copy running while it fills slots for the next copy (`finish_copy`), and waits for the copy
-    before it leaves the job.
+    Only that worker's thread calls it, but any thread may read `is_hung`. The worker may leave one
+    block copy running while it fills slots for the next copy (`finish_copy`). It waits for its
+    copies before it leaves the job.
     """
 
     job: Job
@@ -268,12 +268,12 @@ class ChildJob:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended or is about to: nothing may be begun for it."""
+        """True if the job has ended or will end after its copies: it may begin nothing new."""
         return self.job._is_ending
 
     @property
     def is_hung(self) -> bool:
-        """True while its worker is still in a store call although the job's time is up."""
+        """True while the worker is still in a store call although the job's time is up."""
         return self._is_in_store and self.job.done and self.job.deadline.is_over()
 
     @property
@@ -281,11 +281,11 @@ class ChildJob:
         return self._under_way is not None
 
     def run(self) -> None:
-        """Carries shares until none is left or another job's turn comes.
+        """Does shares until none is left or until the worker should do another job.
 
-        The worker that finds no share left, and no other worker at the job, ends the job. Raises
-        any exception but a StoreError. After that the worker still counts as being at the job, so
-        that no other worker ends the job before `fail` is called.
+        If no share is left and no other worker is at the job, it ends the job. Raises what a share
+        raises, except StoreErrors. After such an exception the worker still counts as being at the
+        job, so that no other worker ends the job before `fail` is called.
         """
         try:
             while (share := self._next_share()) is not None:
@@ -304,7 +304,7 @@ class ChildJob:
         self.left(self)
 
     def fail(self, error: Exception) -> None:
-        """Ends the whole job: `run` raised something that is no error of the store."""
+        """Ends the whole job after `run` has raised an exception."""
         self.left(self)
         self.job.fail(error)
 
@@ -335,12 +335,12 @@ class ChildJob:
         job.end_with(*(shortfall or (None, None)))
 
     def raise_if_over(self) -> None:
-        """Raises JobError if the job has ended: then only give back what is held."""
+        """Raises JobError if the job has ended; the caller then only gives back its slots."""
         if self.job._is_ending:
             raise JobError("the job has ended")
 
     def set_captured(self) -> None:
-        """Says that the job's source blocks are copied, or are not needed any more."""
+        """Says that the save's engine blocks are copied out, or need not be copied any more."""
         self.job._captured = True
 
     @contextlib.contextmanager
@@ -361,7 +361,7 @@ class ChildJob:
 
     @contextlib.contextmanager
     def in_store_call(self) -> Iterator[None]:
-        """Surrounds a call of the store. Raises JobError before or after it if the job ended."""
+        """Surrounds a store call. Raises JobError before or after the call if the job has ended."""
         job = self.job
         self.raise_if_over()
         begin = time.monotonic()
@@ -377,9 +377,9 @@ class ChildJob:
         self.raise_if_over()
 
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the running copy, if there is one. The copy after it may already run.
+        """Waits for the running copy, if there is one. The next copy may have begun already.
 
-        following: waits for the copy after it, gives back its slots and ends its `copying`.
+        following: waits for the next copy, gives back its slots and ends its `copying`.
         """
         finish, self._under_way = self._under_way, following
         if finish is not None:
@@ -387,11 +387,11 @@ class ChildJob:
 
 
 Share = Callable[[ChildJob], Reason | None]
-"""A function that moves some blocks; returns why not all of them, or None; may raise."""
+"""A function that moves some blocks. Returns why it did not move all, or None; may raise."""
 
 
 def _release_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error and its causes: their frames hold slots and tensors."""
+    """Drops the tracebacks of an error and of its causes, because they hold slots and tensors."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:

@@ -40,23 +40,23 @@ log = logging.getLogger(__name__)
 MAX_JOBS = 1024
 MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
-_CLOCK_S = 0.1  # between two looks for jobs whose time is up
+_CLOCK_S = 0.1  # jobs whose time is up are ended after so many seconds at the latest
 STOP_S = 1.0
-"""Time that a close leaves for the markers of hand-offs that it cut, and for its threads' end."""
+"""Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
 
 _Entry = tuple[Urgency, float, int, Job]
 """A ready job as a heap's entry: its urgency, the time of its deadline, a number, the job."""
 
 
 class JobQueue:
-    """Runs jobs on worker threads, with limits to the queues, the jobs' times and the close.
+    """Runs jobs on worker threads; limits the number of jobs, their times and the time of a close.
 
-    A worker carries a share of about 32 MiB, or of up to 256 MiB for a save into an arena. Then it
-    looks again which job's turn it is. Markers come first, then the jobs of hand-offs, then the
-    other jobs; among equally urgent jobs, those of the direction with fewer workers. One direction
-    never has all workers.
+    A worker does one share, of about 32 MiB, or of up to 256 MiB if the store is an arena. Then it
+    chooses a job again: a marker first, then a job of a hand-off, then any other job; of equally
+    urgent jobs, one of the direction that has fewer workers. If there are several workers, one
+    direction never has all of them.
 
-    A deadline ends a job, but its worker cannot take another job before its store call has
+    A deadline ends a job, but the job's worker cannot take another job before its store call has
     returned. While more than MAX_HUNG_CALLS such calls hang, new jobs are refused at once.
 
     max_jobs, max_bytes: limits for the jobs of one direction that no worker has begun. Markers
@@ -84,11 +84,11 @@ class JobQueue:
         self._alive: dict[Job, None] = {}
         self._waiting: dict[Direction, dict[Job, None]] = {d: {} for d in Direction}
         self._ready: dict[Direction, list[_Entry]] = {d: [] for d in Direction}
-        self._offered: set[Job] = set()  # they are in `_ready`
+        self._offered: set[Job] = set()  # the jobs in `_ready`
         self._numbers = itertools.count()
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
-        self._timed: set[Job] = set()  # they wait for no other job, so their time runs
+        self._timed: set[Job] = set()  # jobs that wait for no other job: their time runs
         self._is_closing = False
         self._is_closed = False
         self._closed = threading.Event()
@@ -104,7 +104,7 @@ class JobQueue:
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
-        """Queues a job, to run after those in `after`. A refused job comes back ended."""
+        """Queues a job that begins after the jobs in `after` have ended; ends it if refused."""
         try:
             self.check_process()
         except PoolClosed as error:
@@ -118,7 +118,7 @@ class JobQueue:
         return job
 
     def reject(self, job: Job, error: JobError | StoreError) -> Job:
-        """Ends a job that was not taken, and counts it."""
+        """Ends a job that is refused, and counts it in the metrics."""
         if not self.is_in_child:
             job.on_end(self._count_end)
         job.fail(error)
@@ -145,12 +145,12 @@ class JobQueue:
 
     @property
     def num_alive(self) -> int:
-        """Jobs that have not ended."""
+        """The number of jobs that have not ended."""
         return len(self._alive)
 
     @property
     def num_hung(self) -> int:
-        """Store calls that go on although their job's time is up."""
+        """The number of store calls that go on although their job's time is up."""
         if self.is_in_child:
             return 0
         with self._has_ready:
@@ -163,11 +163,11 @@ class JobQueue:
         return f"{num_hung} store calls hang" if num_hung else None
 
     def close(self, drain_s: float) -> bool:
-        """Lets jobs run for up to `drain_s`, ends the rest, stops the threads in a second more.
+        """Lets jobs run for up to `drain_s`, ends the other jobs, and stops the threads within 1 s.
 
         Hand-offs whose saves it ends are marked as failed before the threads stop. A second caller
-        waits for the first. Returns True to the first caller, and False to others and in the child
-        of a fork.
+        waits for the end of the first call. Returns True to the first caller; returns False to all
+        others, and in the child of a fork.
         """
         if self.is_in_child:
             return False
@@ -187,14 +187,14 @@ class JobQueue:
         self._wait_until_idle(drain_s)
         self._end_all()
         limit = Deadline(STOP_S)
-        self._wait_until_idle(STOP_S / 2)  # lets markers tell of these ends
+        self._wait_until_idle(STOP_S / 2)  # time to put the markers of failed hand-offs
         with self._has_ready:
             self._is_closed = True
             self._has_ready.notify_all()
         self._end_all()
         stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
         self._clock.stop(limit.remaining_s())
-        for gauge, _ in self._gauges():  # metrics outlive a pool
+        for gauge, _ in self._gauges():  # the metrics outlive the queue
             gauge.set_function(lambda: 0)
         if stuck:
             log.warning("%d workers are still in a store call at close", stuck)
@@ -208,7 +208,7 @@ class JobQueue:
             self._is_idle.wait_for(lambda: not self._alive, seconds)
 
     def _admit(self, job: Job) -> JobError | StoreError | None:
-        """Adds a job to those that wait. Returns why it cannot be taken, or None."""
+        """Adds a job to the waiting ones and returns None, or returns why it must be refused."""
         num_hung = self.num_hung
         if num_hung > MAX_HUNG_CALLS:
             return StoreTimeout(f"{num_hung} store calls hang; waiting for one to return")
@@ -239,7 +239,7 @@ class JobQueue:
             self._offer(job)
 
     def _offer(self, job: Job) -> None:
-        """Shows a job to the workers, and wakes a worker for each of its shares or for its end."""
+        """Offers a job to the workers; wakes one for each ready share, or one to end the job."""
         num_ready = job.num_ready
         if num_ready and job not in self._offered:
             self._offered.add(job)
@@ -248,7 +248,7 @@ class JobQueue:
         self._has_ready.notify(num_ready)
 
     def _next_turn(self) -> ChildJob | None:
-        """Returns the next work of a worker; None at the end."""
+        """Waits for a job and returns the worker's child job; None after the queue is closed."""
         with self._has_ready:
             while not self._is_closed:
                 job = self._choose()
@@ -262,7 +262,7 @@ class JobQueue:
         return None
 
     def _choose(self) -> Job | None:
-        """Returns the job whose turn it is on a free worker; None if no job is ready."""
+        """Returns the job that a free worker should do next; None if no job is ready."""
         firsts = (self._first(way) for way in Direction if self._num_busy[way] < self._most_busy)
         return min(
             (job for job in firsts if job is not None),
@@ -271,7 +271,7 @@ class JobQueue:
         )
 
     def _first(self, direction: Direction) -> Job | None:
-        """Returns the first job of a direction that has something for one more worker."""
+        """Returns the first job of a direction that can use one more worker."""
         ready = self._ready[direction]
         while ready:
             job = ready[0][-1]
@@ -282,7 +282,7 @@ class JobQueue:
         return None
 
     def _goes_on(self, job: Job) -> bool:
-        """True if it is still this job's turn on the worker that has just carried a share of it."""
+        """True if the worker that has just done a share of a job should do the job's next share."""
         with self._has_ready:
             self._num_busy[job.direction] -= 1
             chosen = self._choose()

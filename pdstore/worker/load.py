@@ -18,10 +18,10 @@ from pdstore.worker.values import BlockRange, PromptBlocks, Values
 
 @dataclass(eq=False)
 class _Piece:
-    """A block range of one layer range (None: of all layers), and how far it is loaded.
+    """A block range of one layer range (None: of all layers), and how much of it is loaded.
 
-    num_loaded: the number of its values that are loaded without a gap before them.
-    reached: the number of tokens of the prompt up to which it is loaded.
+    num_loaded: the number of leading values of the block range that are loaded.
+    reached: the block range is loaded up to this number of tokens of the prompt.
     """
 
     blocks: BlockRange
@@ -34,11 +34,11 @@ class _Piece:
 class LoadWork(Work):
     """Loads block ranges, in any order; only the tokens before the first gap count.
 
-    A block counts when all its layer ranges are verified and copied. A load that met a wrong value
-    reads, at its end, all values that it did not load, and removes the wrong ones as well: so one
-    save heals the prompt.
+    A gap is a block that could not be loaded. A block counts when all its layer ranges are verified
+    and copied. If a load has met a wrong value, at its end it reads all ranges that it did not load
+    whole, and removes the wrong values in them, so that one save heals the prompt.
 
-    first_token: tokens of the prompt before it are present already.
+    first_token: the tokens before it are in the paged cache already.
     ready: an event that the copies wait for.
     """
 
@@ -48,7 +48,7 @@ class LoadWork(Work):
     ready: ReadyEvent | None
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
     _released: dict[int | None, list[_Piece]] = field(default_factory=dict, init=False)
-    _are_all: bool = field(default=False, init=False)  # no more is released
+    _are_all: bool = field(default=False, init=False)  # True after `close`
     _cut: Reason | None = field(default=None, init=False)
     _gaps: list[tuple[_Piece, Shortfall]] = field(default_factory=list, init=False)
 
@@ -69,14 +69,14 @@ class LoadWork(Work):
 
     @property
     def is_open(self) -> bool:
-        """True while it matters whether more blocks are released. Takes the lock itself."""
+        """True while more blocks may be released, and would be loaded. Takes `lock` itself."""
         with self.lock:
             return not (self._are_all or self._gaps)
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
-        """Says that some blocks may be loaded; call it in prompt order for each layer range.
+        """Lets the job load some blocks; call it in prompt order for each layer range.
 
-        After `close` neither this nor another `close` does anything.
+        Does nothing after `close`.
         """
         pieces = [_Piece(blocks, layer_range) for blocks in ranges]
         with self.lock:
@@ -85,7 +85,7 @@ class LoadWork(Work):
                 self._waiting += pieces
 
     def close(self, cut: Reason | None = None) -> None:
-        """Says that no more blocks are released. cut: why these are not all; None if they are."""
+        """Ends the releases; later calls do nothing. cut: why blocks are missing, or None."""
         with self.lock:
             if not self._are_all:
                 self._cut = cut
@@ -97,7 +97,7 @@ class LoadWork(Work):
         return partial(self._load, piece)
 
     def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        """Returns the shortfall of the gap nearest the prompt's begin, not of the one met first."""
+        """Returns the shortfall of the first gap in the prompt, which need not be first in time."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
@@ -110,7 +110,7 @@ class LoadWork(Work):
         return shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
-        """True if loading a piece may still count: nothing counts after a gap."""
+        """True if a block range begins before all gaps, because no block after a gap counts."""
         return all(piece.blocks.first < self._block_at(gap) for gap, _ in self._gaps)
 
     def _block_at(self, piece: _Piece) -> int:
@@ -120,7 +120,7 @@ class LoadWork(Work):
     def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
         self.ready = self.mover.ends.swap.to_follow(self.ready)
         values = self.prompt.values(piece.blocks, piece.layer_range)
-        if not values:  # a window has moved past these blocks
+        if not values:  # a sliding window has moved past these blocks
             with self.lock:
                 piece.reached = self._end_of(piece)
             return None
@@ -134,13 +134,13 @@ class LoadWork(Work):
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
-            child.finish_copy()  # the gap comes after this copy, whose values still count
+            child.finish_copy()  # values of this copy lie before the gap, so they still count
             with self.lock:
                 self._gaps.append((piece, gap))
-        return None  # no reason: other layer ranges are still loaded up to the gap
+        return None  # so the job goes on: other layer ranges are loaded up to the gap
 
     def _remove_wrong(self, child: ChildJob, released: Sequence[_Piece]) -> None:
-        with contextlib.suppress(StoreError):  # the load has its reason already
+        with contextlib.suppress(StoreError):  # the load has a reason for its shortfall already
             for piece in released:
                 if piece.reached < self._end_of(piece):
                     values = self.prompt.values(piece.blocks, piece.layer_range)
@@ -149,9 +149,9 @@ class LoadWork(Work):
     def _note_loaded(
         self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
     ) -> None:
-        """Notes that values are loaded; none counts after a copy that fell short or failed.
+        """Notes that values are loaded, if no value of `piece` before them is missing.
 
-        wanted: all values of the piece. why: the reason why the copy fell short, or None.
+        wanted: all values of `piece`. why: the reason if the copy fell short, or None.
         """
         with self.lock:
             if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:

@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Mover:
-    """Moves the values of a child job, on its worker's thread.
+    """Moves the values of a child job, on the thread of its worker.
 
-    Values are moved in whole blocks, from first to last. Only verified values count as loaded.
+    It moves whole blocks, from the first to the last. Only verified values count as loaded.
 
     ends: the paged cache and the store.
-    way: how values get to the store and back from it.
-    by_use: the store, if it evicts by use: it tells what would go, and makes room when asked.
-    admission: decides there whether a save is made; None if another instance waits for every save.
+    way: the `StoreEnd` that moves values to the store and back.
+    by_use: the store, if it has the calls of `EvictsByUse`; else None.
+    admission: decides whether a save may evict; None if another instance waits for every save.
     """
 
     def __init__(self, ends: Ends, way: StoreEnd, admission: Admission | None = None) -> None:
@@ -46,7 +46,7 @@ class Mover:
         self.admission = admission if self.by_use is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading keys are in the store; renews their leases."""
+        """Returns how many leading keys are stored; renews the leases of these keys."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
 
@@ -62,10 +62,10 @@ class Mover:
                 read = read_values(self.ends, child, asked, slots)
             if read.shortfall is not None and read.shortfall.error is not None:
                 raise read.shortfall.error
-            rest = rest[min(read.num_read + 1, len(asked)) :]  # after the value that ended it
+            rest = rest[min(read.num_read + 1, len(asked)) :]  # after the value that ended the read
 
     def mark(self, child: ChildJob, markers: Mapping[BlockKey, block.Header]) -> Reason | None:
-        """Stores header-only markers. Returns None if another process can see all of them."""
+        """Stores markers, each only a header. Returns None if other processes can read them all."""
         keys = list(markers)
         sizes = [block.HEADER_BYTES] * len(keys)
         with self.way.slots(child, sizes, len(keys)) as slots:
@@ -88,10 +88,10 @@ def open_mover(
     range_bytes: int,
     undo: contextlib.ExitStack,
 ) -> Mover:
-    """Opens the mover that suits a store; `KVPool.ready` waits until its memory is registered.
+    """Opens the mover for a store; `KVPool.ready` waits until the mover's memory is registered.
 
-    store: values are encrypted on the way to it if PDSTORE_SEAL_KEY_FILE is set.
-    undo: gets callbacks that close that memory.
+    store: values on the way to this store are encrypted if PDSTORE_SEAL_KEY_FILE is set.
+    undo: the function adds callbacks to it that unregister the memory.
     Raises ConfigError for a bad seal key file, and for blocks that the store can never take;
     ConfigError or LayoutError for staging that is too small.
     """
@@ -102,7 +102,7 @@ def open_mover(
     # again, and its own key may be the wrong one
     removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
     ends = Ends(layout, swap, store, metrics, removed)
-    admission = Admission() if settings.role != "prefill" else None  # whose prompts D waits for
+    admission = Admission() if settings.role != "prefill" else None  # D waits for all of P's
     in_place = _in_place(ends, range_bytes, undo)
     if in_place is not None:
         return Mover(ends, in_place, admission)
@@ -117,7 +117,7 @@ def open_mover(
 
 
 def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPlaceEnd | None:
-    """Returns the way to an arena's own memory; None for other stores and without native copies."""
+    """Opens the way to an arena's own memory; None for another store or without native copies."""
     swap, store = ends.swap, ends.store
     arena = find_optional(store, ArenaStore)
     if arena is None or not isinstance(swap, NativeSwap):

@@ -37,7 +37,7 @@ from pdstore.worker.values import RANGE_BYTES, PromptBlocks, Tables, bytes_of
 
 log = logging.getLogger(__name__)
 
-_BYTES_PER_S = 1e9  # a deadline is a second longer for so many bytes
+_BYTES_PER_S = 1e9  # a job's time limit is one second longer for every so many bytes
 _PIN_S = 30.0
 
 
@@ -46,13 +46,13 @@ class KVPool:
 
     Any thread may call it, but no signal handler: the thread that it interrupts may hold a lock.
 
-    layout, kv_caches: as `TorchSwap` takes them. Host memory is pinned while the engine goes on
-      starting. Call `ready`, which waits for the end of it, before graphs are captured.
+    layout, kv_caches: as `TorchSwap` takes them. Threads pin host memory while the engine goes on
+      starting. Before graphs are captured, call `ready`, which waits until all of it is pinned.
     namespace: `layout.namespace(...)`; keys of another namespace are refused.
     store: a store that the caller closes; None opens PDSTORE_STORE.
     swap: copies the blocks of `kv_caches`; the pool closes it. None: `open_swap`.
-    range_bytes: about how many bytes a block range has; `JobQueue` tells what a worker takes.
-    max_jobs: most saves, and most loads, that wait for a worker. Others are dropped and counted.
+    range_bytes: the approximate bytes of a block range; `Split` says how a job is split.
+    max_jobs: how many saves may wait for a worker, and how many loads. Further jobs are refused.
     Raises ConfigError or LayoutError for settings or tensors that do not fit, DeviceError, and
     StoreError when the store is required and does not answer.
     """
@@ -83,12 +83,12 @@ class KVPool:
                 store = connect_store(settings, self.metrics)
                 undo.callback(store.close)
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
-            undo.callback(swap.close)  # before the memory that it copies to is unpinned
+            undo.callback(swap.close)  # it must be closed before its memory is unpinned
             self._log_start(store)
             pin = DevicePin(swap.device, swap.device_api)
             self._queue = JobQueue(settings.workers, pin, self.metrics, max_jobs=max_jobs)
             undo.callback(self._queue.close, 0.0)
-            if owns_store:  # first: a call that waits for an arena's lock ends with it
+            if owns_store:  # closed before the queue: this ends calls that wait for an arena's lock
                 undo.callback(store.close)
             self._store = store
             self._watch = KeyWatch(store, name="pdstore-follower")
@@ -99,13 +99,13 @@ class KVPool:
 
     @property
     def problem(self) -> str | None:
-        """The trouble of the store or of its calls now, in a sentence; None while all is well."""
+        """A sentence on the store's last failure or on its hung calls; None while all is well."""
         return self._queue.problem or problem_of(self._mover.ends.store)
 
     def ready(self, timeout_s: float | None = None) -> None:
-        """Waits until host memory is pinned; then graphs may be captured. Jobs wait for it, too.
+        """Waits until host memory is pinned; then graphs may be captured. Jobs wait for it as well.
 
-        timeout_s: None takes 30 s, and 1 s more for each GB. Raises SwapError and TimeoutError.
+        timeout_s: None means 30 s plus 1 s for each GB. Raises SwapError or TimeoutError.
         """
         memory = self._mover.way.memory
         if timeout_s is None:
@@ -113,10 +113,11 @@ class KVPool:
         memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all saves so far are durable, except cancelled ones and those not admitted.
+        """Waits until all saves that were begun so far have ended.
 
-        Raises SaveFailed once all have ended, for the first save that failed since the last flush;
-        TimeoutError if a save still runs after `timeout_s`; PoolClosed in the child of a fork.
+        After that, raises SaveFailed for the first save that has failed since the last flush. A
+        save that was cancelled or not admitted has not failed. Raises TimeoutError if a save still
+        runs after `timeout_s`; PoolClosed in the child of a fork.
         """
         self._queue.check_process()
         self._saves.flush(timeout_s)
@@ -131,20 +132,20 @@ class KVPool:
         handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
     ) -> Job:
-        """Starts to store the blocks that `keys` names; returns at once.
+        """Starts to store the blocks that `keys` names; returns immediately.
 
         The source blocks must stay as they are until `job.captured`; with a hand-off until
-        `job.done`, because blocks that the store lost meanwhile are saved again.
+        `job.done`, because the job saves blocks again that the store has lost before its end.
 
         Args:
           block_ids: the engine blocks of the prompt from its first token on, in order,
             `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
-            several. The ids are read at once. But of several tables, one that is an `array` of
-            int64 is kept: do not change it before the job has ended.
-          first_token: tokens before it are stored already or being saved.
-          ready: an event after which the paged cache holds these tokens; None: after what the
-            calling thread's current stream has queued.
-          handoff: publish the whole prompt under this name: D is told when all of it is durable.
+            several. The ids are copied before the call returns. But if there are several tables,
+            an `array` of int64 is not copied: do not change it before the job has ended.
+          first_token: the tokens before it are stored already or are being saved.
+          ready: an event after which the paged cache holds these tokens; None: the cache holds them
+            after the work that is queued on the calling thread's current stream.
+          handoff: publishes the whole prompt under this id: D is told when all of it is durable.
           after: saves that must end before this one begins.
         """
         save = self.begin_save(
@@ -164,13 +165,13 @@ class KVPool:
         starts: Sequence[tuple[HandoffId, int]] = (),
         is_awaited: bool = False,
     ) -> OpenSave:
-        """Starts a save whose layers are released one after the other, while a model computes them.
+        """Starts a save that reads layers while the model still computes later layers.
 
-        The arguments are those of `save`. The caller says with `layers_done` what may be read; the
-        job's deadline counts from the last such call. To give the save up, cancel the job.
+        The arguments are those of `save`. The caller says with `layers_done` which layers may be
+        read; this restarts the job's time limit. To give up the save, cancel the job.
 
-        starts: arguments of `start_handoff`, which is done when the first layers are saved.
-        is_awaited: a hand-off will publish these blocks: they are stored, whatever is evicted.
+        starts: arguments for `start_handoff`, used when the save of the first layers begins.
+        is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
         """
         first_block = self._first_block(keys, first_token)
         num_blocks = self._swap.num_blocks
@@ -179,7 +180,7 @@ class KVPool:
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
-        for started, _ in starts:  # before the saves that end them
+        for started, _ in starts:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(started)
         is_awaited = is_awaited or handoff is not None or self._mover.admission is None
         work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited)
@@ -211,22 +212,23 @@ class KVPool:
         ready: ReadyEvent | None = None,
         follow: HandoffId | None = None,
     ) -> Job:
-        """Starts to load the blocks that `keys` names (`Match.keys`); returns at once.
+        """Starts to load the blocks that `keys` names (`Match.keys`); returns immediately.
 
-        The destination blocks must not be given to anyone else until `job.done`. Then the prompt's
-        first `job.result.num_tokens` tokens are there, and the engine can compute on after them.
-        The other tokens were not stored any more, or did not verify, or a window before them has
-        NO_BLOCK: if windows have moved on, a load that falls short counts only `first_token`.
+        The destination blocks must not be given to any other request until `job.done`. After that,
+        the paged cache holds the prompt's first `job.result.num_tokens` tokens, and the engine can
+        go on computing after them. Each other token was no longer stored, or did not verify, or a
+        sliding window before it has NO_BLOCK. A load that falls short, where windows have moved on,
+        counts only `first_token` tokens.
 
         Args:
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
-          first_token: tokens before it are there already, and their engine blocks are not written
-            (they may be shared): a multiple of the engine's block.
-          ready: an event after which the blocks may be written; None: after what the calling
-            thread's current stream has queued; AT_ONCE: now.
+          first_token: the tokens before it are in the paged cache already. Their engine blocks may
+            be shared and are not written. It is a multiple of the engine's block size.
+          ready: an event after which the blocks may be written; None: they may be written after the
+            work queued on the calling thread's current stream; AT_ONCE: now.
           follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon
-            as it is stored. The load ends when all are loaded, when P has failed, or when nothing
-            was stored for PDSTORE_HANDOFF_WAIT_S.
+            as it is stored. The load ends when all blocks are loaded. It ends with fewer blocks if
+            P fails, dies, or stores nothing for PDSTORE_HANDOFF_WAIT_S.
         """
         first_block = self._first_block(keys, first_token)
         engine_block = self.layout.engine_block_tokens
@@ -247,22 +249,22 @@ class KVPool:
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:
-            split = self._mover.way.split  # a turn loads as much as a turn saves
+            split = self._mover.way.split  # so a share of a load is as large as one of a save
             ranges = split.ranges(first_block, len(keys), num_bytes // split.at_once)
             work.release(ranges)
             work.close()
         self._queue.submit(job)
         if self._mover.admission is not None:
             self._mover.admission.found(map(prompt.keys.hash_of, range(len(prompt.keys))))
-        if follow is not None and not job.done:  # else it was refused
+        if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
             self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
         return job
 
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
-        """Tells D that the first blocks of this hand-off are on their way, so that D may follow it.
+        """Tells D that P has begun to save the blocks of this hand-off, so that D may follow it.
 
-        P calls it if the router asks D at the same time. num_tokens: tokens of the whole prompt.
+        P calls it if a router asks P and D at the same time. num_tokens: the whole prompt's tokens.
         """
         self._heartbeat.begin_beats(handoff)
         return self._put_started(handoff, num_tokens)
@@ -278,15 +280,15 @@ class KVPool:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that have not ended."""
+        """The number of jobs that have not ended."""
         return self._queue.num_alive
 
     def close(self) -> None:
-        """Lets jobs run for PDSTORE_DRAIN_S, ends the rest, closes the store.
+        """Lets jobs run for up to PDSTORE_DRAIN_S, ends the other jobs, and closes the store.
 
-        It takes at most PDSTORE_DRAIN_S and 2 s, whatever the store does. A second caller waits
-        until the first call has ended. In the child of a fork nothing happens: the threads, the
-        device and the store are the parent's.
+        It takes at most PDSTORE_DRAIN_S plus 2 s, even if the store hangs. A second caller waits
+        until the first call has ended. In the child of a fork it does nothing, because the threads,
+        the device and the store are the parent's.
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):
@@ -346,7 +348,7 @@ class KVPool:
 
 
 def behind_caller(swap: Swap) -> ReadyEvent | None:
-    """Returns an event after what the caller's stream has queued; None if there is no stream.
+    """Returns an event after the work queued on the caller's stream; None if there is no stream.
 
     Raises SwapError while that stream is being captured into a graph.
     """
@@ -370,12 +372,12 @@ def tables_of(
 ) -> Tables:
     """Returns the block tables of a prompt; a plain list of ids stands for a single table.
 
-    Tables that are arrays of int64 are kept and not copied: nobody may change them.
-    num_blocks: engine blocks in the paged cache.
+    Tables that are arrays of int64 are not copied, so nobody may change them.
+    num_blocks: the number of engine blocks in the paged cache.
     first_block: index of the first block of this job; table entries before it are not checked.
     Raises LayoutError for tables that do not fit.
     """
-    given: Any = tuple(block_ids)  # read once, because it may be an iterator
+    given: Any = tuple(block_ids)  # read a single time, because it may be an iterator
     tables: Tables
     try:
         tables = (tuple(map(operator.index, given)),)
@@ -409,7 +411,7 @@ def tables_of(
 
 
 def check_windows(layout: Layout, tables: BlockTables) -> None:
-    """Raises LayoutError if a block to be loaded reaches across a window's edge."""
+    """Raises LayoutError if a sliding window begins inside a block of the pool."""
     per_block = layout.block_tokens // layout.engine_block_tokens
     for table in tables:
         num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0

@@ -25,7 +25,7 @@ BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
 class Ends(NamedTuple):
     """The two ends between which values are moved, paged cache and store, and the metrics.
 
-    removed: a value that cannot be used for one of these reasons is removed.
+    removed: reasons; a value that is wrong for one of them is removed from the store.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 def read_values(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
-    """Reads values into host memory, verifies them, and removes all that are wrong."""
+    """Reads values into host memory, verifies them, and removes wrong ones (`Ends.removed`)."""
     read = _get(ends, child, values, slots)
     views = [slots.value(i) for i in range(read.num_right)]
     sums = ends.swap.checksums(views)
@@ -71,7 +71,7 @@ def read_values(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Re
 
 
 def _get(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
-    """Reads values; the values before an error of the store can be verified."""
+    """Reads values; if the store raises an error, the values before it still count as read."""
     keys = values.keys
     with child.in_store_call():
         try:
@@ -84,7 +84,7 @@ def _get(ends: Ends, child: ChildJob, values: Values, slots: Slots) -> Read:
 
 
 def _remove(ends: Ends, child: ChildJob, wrong: Mapping[BlockKey, Reason]) -> None:
-    """Forgets values that must not be used, so that the next save heals them."""
+    """Removes those of the wrong values that `ends.removed` asks for, so that a save heals them."""
     bad = [key for key, reason in wrong.items() if reason in ends.removed]
     if not bad:
         return

@@ -1,4 +1,4 @@
-"""Saves: what a save does, how its layers are released to it, and the flush that waits for all."""
+"""SaveWork: what a save does. OpenSave: tells it what it may read. RunningSaves: waits for all."""
 
 # Decision: docs/decisions/020-saves-behind-launch.md, docs/decisions/041-admission.md
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
 
 
 class _Piece(NamedTuple):
-    """Blocks of one layer range (None: of all layers) and the event that their copies follow."""
+    """Blocks of one layer range (None: of all layers), and the event that their copies wait for."""
 
     blocks: BlockRange
     layer_range: int | None
@@ -37,12 +37,12 @@ class _Piece(NamedTuple):
 class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
-    A plain save skips what is stored and matches its own blocks. With a hand-off the match is of
-    the whole prompt. What the store lost meanwhile is then saved again, and at the end D is told.
+    A save without a hand-off skips stored blocks, and matches its own blocks. A save with a
+    hand-off matches the whole prompt, saves lost blocks again, and then tells D of the hand-off.
 
-    first_block: the blocks before it are stored or on their way already.
-    handoff: publish the whole prompt under this name.
-    is_awaited: another instance waits for the blocks: they are stored whatever goes for them.
+    first_block: the blocks before it are stored already, or are being saved.
+    handoff: publishes the whole prompt under this id.
+    is_awaited: True if another instance waits for the blocks, so that the save may always evict.
     """
 
     mover: Mover
@@ -52,8 +52,8 @@ class SaveWork(Work):
     is_awaited: bool = False
     _is_admitted: bool | None = field(default=None, init=False)
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
-    _are_all: bool = field(default=False, init=False)  # the last piece is released
-    _num_copying: int = field(default=0, init=False)  # pieces released that are not copied yet
+    _are_all: bool = field(default=False, init=False)  # True: all blocks are released
+    _num_copying: int = field(default=0, init=False)  # released and not copied yet
     _progress: int = field(default=0, init=False)
     _ready: ReadyEvent | None = field(default=None, init=False)
 
@@ -77,7 +77,7 @@ class SaveWork(Work):
         layer_range: int | None = None,
         is_last: bool = True,
     ) -> None:
-        """Says that some layers of the blocks may be read once `ready` has fired."""
+        """Lets the job read some layers of the blocks after the event `ready` has fired."""
         with self.lock:
             self._ready = ready
             self._are_all = is_last
@@ -114,12 +114,12 @@ class SaveWork(Work):
             return Reason.NOT_ADMITTED
         reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
-            for move in moves:  # a lease: D comes for them, also when all is late
+            for move in moves:  # renews their leases, because D loads them later
                 self.mover.num_matched(child, move.values.keys)
         return reason
 
     def _note_uses(self, piece: _Piece, values: Values, num_stored: int) -> None:
-        """Has the admission learn from the blocks of a piece, once for all their layers."""
+        """Tells the admission that blocks are used, one time for all of their layer ranges."""
         admission, first = self.mover.admission, self.prompt.layout.held_ranges[0]
         if admission is not None and piece.layer_range in (None, first):
             numbers = list(dict.fromkeys(values.numbers))
@@ -129,7 +129,7 @@ class SaveWork(Work):
             admission.saved(names[num_found:])
 
     def _admits(self, child: ChildJob) -> bool:
-        """Returns whether the save may evict: the same for all of its shares, the first one's."""
+        """Returns whether the save may evict; the first share decides for all of its shares."""
         if self._is_admitted is None:
             answer = self.is_awaited or self._is_worth_it(child)
             with self.lock:
@@ -138,7 +138,7 @@ class SaveWork(Work):
         return self._is_admitted
 
     def _makes_room(self, child: ChildJob, error: StoreError) -> bool:
-        """Has a full store evict leased values for all of an awaited prompt that it lacks."""
+        """Makes a full store evict, even leased values, for what it lacks of an awaited prompt."""
         by_use, values = self.mover.by_use, self.prompt.values_from(0)
         if by_use is None or not isinstance(error, StoreFull) or not self.is_awaited:
             return False
@@ -146,7 +146,7 @@ class SaveWork(Work):
             return by_use.make_room(values.keys, values.sizes)
 
     def _is_worth_it(self, child: ChildJob) -> bool:
-        """True if there is room, or the save is worth what goes for it and leaves no hole."""
+        """True if there is room, or if the admission agrees and the previous block is stored."""
         admission, by_use = self.mover.admission, self.mover.by_use
         if admission is None or by_use is None:
             return True
@@ -158,7 +158,7 @@ class SaveWork(Work):
         return not before or self.mover.num_matched(child, before) == len(before)
 
     def _note_copied(self, child: ChildJob) -> None:
-        """Counts a piece that is out of the paged cache; a hand-off's may be needed again."""
+        """Counts a copied block range; after the last one, a save without hand-off is captured."""
         with self.lock:
             self._num_copying -= 1
             is_captured = self._are_all and not self._num_copying and self.handoff is None
@@ -168,12 +168,12 @@ class SaveWork(Work):
     def _publish(
         self, child: ChildJob, handoff: HandoffId, shortfall: Shortfall | None
     ) -> Shortfall | None:
-        """Saves what the store lost meanwhile; tells D when all is durable."""
+        """Saves again the blocks that the store has lost; tells D when the prompt is durable."""
         for saves_left in reversed(range(_MOST_ROUNDS)):
             missing = self._first_missing(child, 0, shortfall)
             if missing is None:
                 return self._mark_stored(child, handoff)
-            # layers that are not released may not be computed: they are not there to be saved again
+            # layers that are not released may not be computed yet, so they cannot be saved
             if shortfall is not None and (shortfall.error is not None or not self._are_all):
                 return shortfall
             if saves_left:
@@ -182,7 +182,7 @@ class SaveWork(Work):
         return shortfall or Shortfall(Reason.LOST)
 
     def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
-        """Saves what the store lost of the blocks from `first_block` on, range by range."""
+        """Saves the blocks from `first_block` on again, range by range; `put` skips stored ones."""
         keys, ready = self.prompt.keys, self.mover.ends.swap.to_follow(self._ready)
         num_bytes = bytes_of(self.prompt.layout, keys, first_block)
         for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
@@ -195,10 +195,10 @@ class SaveWork(Work):
     def _first_missing(
         self, child: ChildJob, first_block: int, shortfall: Shortfall | None
     ) -> int | None:
-        """Matches the blocks from `first_block` on; says in `progress` how far they go.
+        """Matches the blocks from `first_block` on; sets `progress` to the tokens that are stored.
 
-        Returns the first block that is not whole in the store; None if all are. A store that fails
-        at this too does not hide why the save fell short.
+        Returns the first block that is not stored whole; None if all are. If the save has a
+        shortfall already, no StoreError of the match is raised, so that the first reason stays.
         """
         values, keys = self.prompt.values_from(first_block), self.prompt.keys
         try:
@@ -212,9 +212,10 @@ class SaveWork(Work):
         return missing
 
     def _mark_stored(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
-        """Tells D that this rank's shards are durable, once all pipeline stages of them are.
+        """Tells D that this rank's shards are durable, if all pipeline stages have stored theirs.
 
-        Each stage marks its own end first and then looks for the others', so the last one sees all.
+        Each stage first puts its own marker and then matches the markers of all stages, so that the
+        last stage finds them all.
         """
         layout, namespace = self.prompt.layout, self.prompt.keys.namespace
         shards, stages = layout.owned_shards, range(layout.num_stages)
@@ -255,18 +256,18 @@ class MarkWork(Work):
 
 
 class OpenSave:
-    """A save whose layers become readable in order. Made by `KVPool.begin_save`.
+    """A save whose layers become readable in order. `KVPool.begin_save` makes it.
 
-    One thread at a time calls `layers_done`. Layer ranges are saved when the last layer of one is
-    said to be done and they hold enough together, else with the ranges behind them.
+    Only one thread at a time may call `layers_done`. A layer range is saved when its last layer is
+    done; but small ones wait until they and those after them have enough bytes together.
 
-    Where the layers are only queued on a device, all ranges begin when the calling thread has no
-    more to queue, each behind its own event: workers that begin sooner would take Python's lock
-    from that thread, and the device is behind it anyway.
+    If layers are only queued on a device, no layer range is saved before the calling thread has
+    queued all work; then each range waits for its own event. Workers that begin earlier would take
+    Python's lock from that thread, and the device lags behind the thread anyway.
 
-    order: records an event behind what the calling thread's stream has queued; None without one.
-    wake: tells the queue that the model goes on, and that there may be more to do.
-    at_begin: called once each, when the first layers are saved.
+    order: returns an event after the work queued on the caller's stream; None without a stream.
+    wake: tells the job queue that the model makes progress, and that there may be new shares.
+    at_begin: functions that are called, each a single time, when the first layers are released.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class OpenSave:
         self._wake = wake
         self._at_begin = at_begin
         self._held = work.prompt.layout.held_ranges
-        self._num_whole = 0  # of the layer ranges held
+        self._num_whole = 0  # the first so many of `_held` are done
         self._num_queued = 0
         self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []
 
@@ -294,10 +295,10 @@ class OpenSave:
     ) -> None:
         """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
 
-        ready: an event after which they do; None: after what the calling thread's current stream
-          has queued. It is cheap to call for every layer: nothing happens before a range is whole.
-        goes_on: the thread has more to queue on the device, so workers wait. When all layers are
-          told, a call without it lets them begin.
+        ready: an event after which this is true; None: it is true after the work queued on the
+          calling thread's current stream. A call is cheap: it does nothing until a range is whole.
+        goes_on: True if the thread will queue more work on the device, so that workers wait. When
+          all layers are done, a call with False lets them begin.
         Raises SwapError while the stream is being captured into a graph.
         """
         num_whole = self._prompt.layout.num_whole_ranges(num_layers)
@@ -314,10 +315,10 @@ class OpenSave:
         if ready is None:
             self._release_queued()
         else:
-            self._wake()  # the model goes on
+            self._wake()  # restarts the time limit
 
     def _waits_for_more(self, num_whole: int) -> bool:
-        """True if the ranges that are whole but not queued are too small to be saved alone."""
+        """True if the layer ranges that are whole but not queued have too few bytes for a save."""
         if num_whole == len(self._held):
             return False
         waiting = self._held[self._num_queued : num_whole]
@@ -346,7 +347,7 @@ class OpenSave:
 
 
 class RunningSaves:
-    """The saves that have not ended, and the first failure that nobody was told of."""
+    """The saves that have not ended, and the first failure that no flush has reported."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -362,8 +363,8 @@ class RunningSaves:
     def flush(self, timeout_s: float) -> None:
         """Waits for the end of all saves that were added before.
 
-        Raises SaveFailed for the first that failed since the last flush, TimeoutError if one still
-        runs after the time.
+        Raises SaveFailed for the first save that failed since the last flush; TimeoutError if a
+        save still runs after `timeout_s`.
         """
         limit = Deadline(timeout_s)
         with self._lock:
@@ -371,9 +372,9 @@ class RunningSaves:
         for job in jobs:
             try:
                 job.wait(limit.remaining_s())
-            except TimeoutError:  # which names the time that was left
+            except TimeoutError:  # its text has the remaining time
                 raise TimeoutError(f"a save still runs after {timeout_s} s") from None
-            self._save_ended(job)  # `add` hears of it a moment later
+            self._save_ended(job)  # the job calls it as well, maybe later
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -383,7 +384,7 @@ class RunningSaves:
             ) from failure.error
 
     def _save_ended(self, job: Job) -> None:
-        """Takes note of an end once, whoever calls first: the job or who waits for it."""
+        """Notes the end of a save. Only the first call, by the job or by `flush`, has an effect."""
         with self._lock:
             if job not in self._jobs:
                 return

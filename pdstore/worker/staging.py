@@ -1,4 +1,4 @@
-"""PinnedMemory: host memory that threads pin. Staging: lends slots of such memory."""
+"""PinnedMemory: host memory that is pinned by threads. Staging: lends slots of such memory."""
 
 # Decision: docs/decisions/017-slots.md
 from __future__ import annotations
@@ -24,23 +24,23 @@ log = logging.getLogger(__name__)
 MIN_SLOTS = 16
 _PAGE = 4096
 SPAN_BYTES = 16 << 20
-"""Bytes that are registered at a time: for 1 ms, no thread of the process can launch a kernel."""
+"""Bytes registered in one call: for 1 ms, no thread of the process can launch a kernel."""
 _BACKGROUND_BYTES = 4 << 30
 _PAUSE_S = 0.002  # between spans in the background, so that others can launch kernels
 _POPULATORS = 4
 
 
 def slot_bytes_for(payload_bytes: int) -> int:
-    """Returns the slot size for payloads of up to so many bytes: with header, in whole 4 KiB."""
+    """Returns the slot size for a payload of so many bytes and its header: a multiple of 4 KiB."""
     return -(-(HEADER_BYTES + payload_bytes) // _PAGE) * _PAGE
 
 
 Span: TypeAlias = tuple[int, int]
-"""Address and bytes of memory that is registered in one call."""
+"""Address and number of bytes of memory that is registered in one call."""
 
 
 def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> list[Span]:
-    """Returns spans of whole slots, of about `span_bytes` each: no slot lies in two spans.
+    """Returns spans of about `span_bytes` each, made of whole slots: no slot lies in two spans.
 
     Raises ConfigError for memory or slots that are not whole pages.
     """
@@ -51,16 +51,16 @@ def spans_of(address: int, num_bytes: int, slot_bytes: int, span_bytes: int) -> 
 
 
 class _Step(NamedTuple):
-    """The task of a thread that pins: one span."""
+    """The task to pin one span, for a thread of `PinnedMemory`."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
 class PinnedMemory:
-    """Memory that is being pinned: four threads fault its pages in; one at a time registers.
+    """Memory that threads pin: four fault in its pages; only one at a time registers a span.
 
-    The constructor starts it. If a span fails, registered spans are unregistered; `ready` raises.
+    The constructor starts the threads. If a span fails, all spans are unregistered; `ready` raises.
 
     view: the memory.
     slot_bytes: the size of a slot; no slot lies in two spans.
@@ -137,7 +137,7 @@ class PinnedMemory:
         return f"pinned to {100 * self.progress:.0f} % of {self.num_bytes / 2**30:.1f} GiB"
 
     def _next_step(self) -> _Step | None:
-        """Returns the task of the next span, or None; then the last of the threads sets the end."""
+        """Returns the task for the next span, or None at the end; the last thread sets `_ended`."""
         with self._lock:
             if self._left and not self._is_over():
                 return _Step(partial(self._pin, self._left.popleft()), self._fail)
@@ -178,10 +178,10 @@ class Staging:
     """Lends slots by number. A quarter of them is kept for loads and a quarter for saves.
 
     allocate: returns the memory (`Store.allocate`).
-    num_bytes: what the user allows; as many whole slots as fit are made.
+    num_bytes: the limit that the user sets; the memory has as many whole slots as fit.
     registrar: as `PinnedMemory` takes it; no slot is lent before the memory is pinned.
-    Raises ConfigError, with the size that is needed, if fewer than 16 slots fit; and if the host
-    has too little memory.
+    Raises ConfigError, with the size that is needed, if fewer than 16 slots fit. Raises it also if
+    the host has too little memory.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Staging:
 
     @property
     def largest_loan(self) -> int:
-        """The number of slots that one direction can have, whatever the other one has."""
+        """The maximum number of slots that all saves, or all loads, can have together."""
         return self.num_slots - self._reserved
 
     @contextlib.contextmanager
@@ -237,8 +237,8 @@ class Staging:
         """Lends `least` to `most` slots for the time of a `with`; waits until `least` are free.
 
         The list is empty if the deadline has passed or `is_over()` says that the job has ended. A
-        caller that holds slots must not wait here, so that no two jobs wait for each other. Raises
-        the error if the memory could not be pinned.
+        caller that holds slots must not wait here, so that no two jobs wait for each other. If the
+        memory could not be pinned, raises the error of the pinning.
         """
         numbers: list[int] = []
         with self._changed:
@@ -259,7 +259,7 @@ class Staging:
                 self._changed.notify_all()
 
     def _available(self, direction: Direction) -> int:
-        """Counts free slots not kept for the other direction; 0 before the memory is pinned."""
+        """Returns how many free slots a direction may use: 0 before the memory is pinned."""
         if not self.memory.is_ready():
             return 0
         other = Direction.SAVE if direction is Direction.LOAD else Direction.LOAD

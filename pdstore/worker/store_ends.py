@@ -33,15 +33,15 @@ _LOOK_S = 0.05
 _MOST_TRIES = 3
 
 Loaded: TypeAlias = Callable[[Values, Reason | None], None]
-"""Called after a copy, with the values of whole blocks that are loaded, and why not all are."""
+"""Called after a copy with the loaded values, in whole blocks, and the reason if some are not."""
 
 
 class Move(NamedTuple):
     """Values to be moved together.
 
-    ready: an event that the copies wait for; a load reads the store before that.
-    first_token: of the prompt; a load does not write the tokens before it.
-    mends: of a save: told why the store refused a value; True if it is to be tried again.
+    ready: an event that the copies wait for; a load reads the store without waiting for it.
+    first_token: an index in the prompt; a load does not write the tokens before it.
+    mends: for a save: takes the store's error; returns True if the put should be tried again.
     """
 
     values: Values
@@ -52,17 +52,17 @@ class Move(NamedTuple):
     def tokens_before(self, layout: Layout) -> list[int]:
         """Returns for each value how many tokens of its block come before `first_token`.
 
-        That is 0 for all blocks but the one with `first_token`.
+        That is 0 for every block except the one that contains `first_token`.
         """
         first_block, before = divmod(self.first_token, layout.block_tokens)
         return [before if number == first_block else 0 for number in self.values.numbers]
 
 
 class StoreEnd(ABC):
-    """The way between the paged cache and a store. Jobs' workers call it.
+    """A way to move values between the paged cache and a store. The workers of jobs call it.
 
-    split: how jobs are split to suit this way.
-    memory: the host memory that copies use; copies wait until it is ready.
+    split: how jobs are split for this way.
+    memory: the host memory that copies use; copies wait until it is pinned.
     """
 
     split: Split
@@ -72,13 +72,13 @@ class StoreEnd(ABC):
     def slots(
         self, child: ChildJob, sizes: Sequence[int], least: int = 1
     ) -> AbstractContextManager[Slots]:
-        """Lends slots for as many leading values as it can: for `least` or more, or for none."""
+        """Lends slots for some leading values: for at least `least` of them, or for none."""
 
     @abstractmethod
     def save(
         self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
-        """Saves values; no copy runs any more on return. Returns why not all are saved, or None.
+        """Saves values, and waits for all copies. Returns why not all are saved, or None.
 
         The store may later lose values that it has taken. Raises StoreError.
         gathered: called for each move when its blocks have been copied out of the paged cache.
@@ -90,19 +90,19 @@ class StoreEnd(ABC):
     ) -> tuple[Shortfall | None, Values]:
         """Loads some leading values, in whole blocks: get, verify, scatter.
 
-        The last copy may still run on return; `child` waits for it.
+        The last copy may still run when it returns; `child.finish_copy` waits for that copy.
         loaded: called after each copy.
-        Returns why some of these values are not loaded, or None, and the values after them.
+        Returns why some of the leading values are not loaded, or None; and the values after these.
         """
 
 
 class StagedEnd(StoreEnd):
     """Moves values through host slots that it borrows from staging.
 
-    A child job holds at most two windows of slots: one that is being filled and one whose copy
-    runs. It waits for slots only while it holds none, so that no two jobs wait for each other.
+    A child job holds at most two windows of slots: one window that is being filled, and one whose
+    copy runs. It waits for slots only while it holds none, so that no two jobs wait for each other.
 
-    split: values that are read, verified and copied together are about as large as one range.
+    split: a window, whose values are read, verified and copied together, is about one range.
     Raises LayoutError when a block's parts do not fit staging.
     """
 
@@ -173,7 +173,7 @@ class StagedEnd(StoreEnd):
         return read.shortfall, values[len(window) :]
 
     def _put(self, child: ChildJob, values: Values, slots: Slots) -> bool:
-        """Seals and stores values that were gathered; False if the store did not take all."""
+        """Seals and stores gathered values; returns False if the store did not take all of them."""
         ends, keys = self._ends, values.keys
         if self._files is None or self._native is None:
             self._seal(values, slots)
@@ -188,7 +188,7 @@ class StagedEnd(StoreEnd):
         return accepted == len(values)
 
     def _seal(self, values: Values, slots: Slots) -> None:
-        """Writes the headers, with their checksums, of values whose payloads are in place."""
+        """Writes the headers, with checksums, of values whose payloads are in the slots already."""
         views = [slots.value(i) for i in range(len(values))]
         for start, view in zip(values.starts, views, strict=True):
             view[: block.START_BYTES] = start
@@ -196,7 +196,7 @@ class StagedEnd(StoreEnd):
             block.write_checksum(view, computed)
 
     def _read(self, child: ChildJob, values: Values, slots: Slots) -> Read:
-        """Reads values into the slots in one call of the library; step by step if one is wrong."""
+        """Reads values into the slots in one call of the library; if that fails, step by step."""
         if self._files is not None and self._native is not None:
             starts, engine = b"".join(values.starts), self._native.engine
             with child.in_store_call(), contextlib.suppress(StoreError):  # the steps raise it again
@@ -206,7 +206,7 @@ class StagedEnd(StoreEnd):
         return read_values(self._ends, child, values, slots)
 
     def _start(self, direction: Direction, move: Move, slots: Slots) -> Callable[[], None]:
-        """Starts the copies between the paged cache and the slots; returns what waits for them."""
+        """Starts copies between paged cache and slots; returns a function that waits for them."""
         values, ready, *_ = move
         before = move.tokens_before(self._ends.layout)
         columns = values.parts, values.block_ids, values.num_cells, before
@@ -226,7 +226,7 @@ class StagedEnd(StoreEnd):
     def _lend_beside_a_copy(
         self, child: ChildJob, held: contextlib.ExitStack, most: int
     ) -> list[int]:
-        """Lends slots for whole blocks; does not wait for slots while a running copy holds some."""
+        """Lends slots for whole blocks; finishes the running copy before it waits for slots."""
         if child.has_copy_under_way:
             at_once = self._lend(child, most, self._num_parts, Deadline(0.0))
             if numbers := held.enter_context(at_once):
@@ -253,12 +253,12 @@ class StagedEnd(StoreEnd):
 class InPlaceEnd(StoreEnd):
     """Saves by gathering blocks into an arena's memory; loads by scattering from its values there.
 
-    A save stores several ranges in one call of the library; a load begins one window in a call. If
-    a call cannot save all, the save goes on block by block. If a call cannot load all, the values
-    are copied to private memory to find out which of them is wrong.
+    A save stores several ranges in one call of the library; a load begins one window in one call.
+    If a call cannot save all values, the save goes on block by block. If a call cannot load all
+    values, they are copied to private memory to find out which of them is wrong or missing.
 
     A value may be evicted while a load copies from it. So after the copy the arena is asked which
-    values are still stored, and which were right when they were copied: only both together count.
+    values are still stored, and which were right when copied: a value counts if it is both.
 
     arena: the store of `ends`.
     memory: the arena's memory, which is being registered with the device; jobs wait for that.
@@ -312,7 +312,7 @@ class InPlaceEnd(StoreEnd):
         return Shortfall(Reason.LOST), rest
 
     def _wait_for_memory(self, child: ChildJob) -> None:
-        """Waits until copies may use the memory. Raises why they cannot, or that the job ended."""
+        """Waits until memory is pinned. Raises the error of that, or JobError if the job ended."""
         while not self.memory.is_ready(_LOOK_S):
             child.raise_if_over()
 
@@ -326,22 +326,22 @@ class InPlaceEnd(StoreEnd):
         return filled.error
 
     def _fill_one(self, child: ChildJob, move: Move) -> None:
-        """Stores a block, however long others hold the arena's lock. Raises the store's error."""
+        """Stores a block; waits while others hold the arena's lock. Raises other StoreErrors."""
         while (error := self._fill(child, [move])) is not None:
             if not isinstance(error, StoreTimeout):
                 raise error
-            with child.in_store_call():  # waits for the lock while no copy is held up
+            with child.in_store_call():  # a match waits for the lock, outside `copying`
                 self._ends.store.match(move.values.keys)
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
-        """Starts to scatter values; returns False if not all are there or one is wrong."""
+        """Starts to scatter values; returns False if one is missing or wrong."""
         batch, copies = self._batch(move), None
         with contextlib.ExitStack() as held:
             held.enter_context(child.copying())
             try:
                 with child.in_store_call():
                     copies = self._arena.start_scatter(batch)
-            except JobError:  # the job ended meanwhile: wait for the copies first
+            except JobError:  # the job has ended: wait for the copies before raising
                 if copies is not None:
                     self._swap.finish(copies)
                 raise
@@ -355,7 +355,7 @@ class InPlaceEnd(StoreEnd):
     def _confirm(self, copies: Ticket, values: Values, loaded: Loaded) -> None:
         """Counts, after a copy, the values that were right and are still stored.
 
-        The first value that was not right when it was copied is damaged if it is still stored.
+        If the first value that was not right when copied is still stored, it is corrupt.
         """
         num_there, num_right = self._arena.confirm(copies)
         there = values[: values.num_whole(min(num_there, num_right))]
@@ -379,7 +379,7 @@ class InPlaceEnd(StoreEnd):
 
 
 def _mended(put: Callable[[], object], move: Move, tries: int = _MOST_TRIES) -> object:
-    """Puts values of a save, and tries again what the save has mended."""
+    """Puts values of a save; tries again if `move.mends` has removed the cause of an error."""
     try:
         return put()
     except StoreError as error:

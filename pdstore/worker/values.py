@@ -1,8 +1,8 @@
-"""Blocks of a prompt that a job moves, how they are split, and their values: key, start, place.
+"""The blocks of a prompt that a job moves, their split into ranges, and the values of the blocks.
 
-Decision: a column for each field, made once for a prompt and cut into shares. A large load moves
-thousands of values, and Python that runs for each of them in each share keeps the engine's thread
-from Python's lock.
+Decision: values are kept as a column for each field. The columns are made a single time for a
+prompt and cut into shares. A large load moves thousands of values: code that ran in each share for
+each value would keep Python's lock from the engine's thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
 Tables = tuple[Sequence[int], ...]
 
 RANGE_BYTES = 32 << 20
-"""About how many bytes a worker moves at a time. With smaller ranges, workers wait for Python's
-lock; larger ranges do not fit the cores' caches."""
+"""The approximate bytes of a block range. With smaller ranges, workers wait for Python's lock;
+larger ranges do not fit the cores' caches."""
 _MANY = 8
 RANGES_AT_ONCE = 8
 """Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
-Several workers still share the rest of a longer prompt."""
+A longer prompt takes several calls, which several workers share."""
 
 
 class BlockRange(NamedTuple):
@@ -39,14 +39,14 @@ class BlockRange(NamedTuple):
 class Split(NamedTuple):
     """The way in which a job's blocks are split into ranges, and how early a save begins.
 
-    range_bytes: about how many bytes one range has.
-    many: a job smaller than so many ranges is split into so many smaller ranges, none below
-      `range_bytes / many`: a job ends with its slowest worker. 1 makes no such split, for a library
-      that spreads the work of one range over the processors.
-    at_once: ranges that a worker saves or loads in one turn, because one call of the library takes
-      so many.
-    early_ranges: a layer range of at least so many block ranges is saved before later layers are
-      computed. Smaller layer ranges are saved together, because each costs time in Python.
+    range_bytes: the approximate bytes of one range.
+    many: a job of fewer ranges is split into this many smaller ranges, none of them smaller than
+      `range_bytes / many`, so that several workers share it. 1 makes no such split: the library
+      spreads the work on one range over the processors.
+    at_once: how many ranges a worker saves or loads in one share, because one call of the library
+      takes so many.
+    early_ranges: a layer range of this many block ranges or more is saved before later layers are
+      computed. Smaller layer ranges are saved together, because each save takes time in Python.
     """
 
     range_bytes: int = RANGE_BYTES
@@ -56,12 +56,12 @@ class Split(NamedTuple):
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
-        """Returns the split for a way that does little in Python for a range."""
+        """Returns the split for a `StoreEnd` that runs little Python code for a range."""
         return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:
-        """Least bytes of a layer range that is saved while later layers are computed."""
+        """Minimum bytes of a layer range that is saved while later layers are computed."""
         return self.early_ranges * self.range_bytes
 
     def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:
@@ -75,17 +75,17 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Values:
-    """Values of a prompt in key order; the i-th entry of each column is of the i-th value.
+    """Values of a prompt in key order; the i-th entry of each column belongs to the i-th value.
 
-    keys: of the store.
-    starts: the first bytes of each value, as `block.start_of` makes them of its header.
-    sizes: bytes, headers included.
-    numbers: the numbers of their blocks in the prompt.
-    parts: the layers and heads that they hold.
-    block_ids: the engine blocks that hold their blocks' tokens.
-    num_cells: the number of each block's tokens for block copies: 1 for pages, which are one piece.
-    num_counted: the tokens of a block at its first value on this rank, and 0 at its other values:
-      so a sum over all values counts each block once.
+    keys: the value's key in the store.
+    starts: the first bytes of the value, as `block.start_of` makes them from its header.
+    sizes: the value's bytes, header included.
+    numbers: the index of the value's block in the prompt.
+    parts: the layers and heads that the value holds.
+    block_ids: the engine blocks that hold the tokens of the value's block.
+    num_cells: the block's number of tokens for block copies, where a packed page counts as one.
+    num_counted: the block's number of tokens if the value is the block's first one on this rank,
+      else 0: so a sum over all values counts each block once.
     """
 
     keys: Sequence[BlockKey]
@@ -124,7 +124,7 @@ class Values:
 class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
 
-    keys, tables: nobody may change them any more.
+    keys, tables: nobody may change them after they are given here.
     """
 
     layout: Layout
@@ -135,24 +135,24 @@ class PromptBlocks:
 
     @property
     def _per_block(self) -> int:
-        """The number of engine blocks of a stored block."""
+        """The number of engine blocks that make a block of the pool."""
         return self.layout.block_tokens // self.layout.engine_block_tokens
 
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
-        """Returns the values of some blocks; of one layer range, or of all layers.
+        """Returns the values of some blocks, of one layer range or (None) of all layers.
 
-        A value is left out if a window has given back one of its engine blocks.
+        A value is left out if a sliding window has given back one of its engine blocks.
         """
-        with self._making:  # the workers of a job share them
+        with self._making:  # all workers of a job use the same columns
             values = self._of_layers(layer_range)
         first, stop = (bisect_left(values.numbers, number) for number in blocks)
         return values[first:stop]
 
     def usable_end(self, end: int, first_token: int) -> int:
-        """Returns how many of the first `end` tokens an engine can compute on after.
+        """Returns the largest number of tokens, up to `end`, after which an engine can go on.
 
-        It can compute on after the whole prompt, after `first_token` tokens, and after a block
-        before which no window lacks an engine block.
+        It can go on computing after the whole prompt, after `first_token` tokens, and after a block
+        before which no sliding window lacks an engine block.
         """
         if end == self.keys.num_tokens:
             return end
@@ -232,7 +232,7 @@ class PromptBlocks:
 def bytes_of(
     layout: Layout, keys: PromptKeys, first_block: int, layer_range: int | None = None
 ) -> int:
-    """Returns the payload bytes of the blocks from `first_block` on, without making values."""
+    """Returns the number of payload bytes of the blocks from `first_block` on."""
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
     return sum(
         layout.payload_bytes(part, num_tokens)

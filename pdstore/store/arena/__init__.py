@@ -1,1 +1,1 @@
-"""The arena store: P and D of one host share memory that both their GPUs copy to and from."""
+"""The arena store: P and D of one host share memory; the GPUs of P and of D copy to and from it."""

@@ -1,4 +1,4 @@
-"""open_arena_file: opens an arena's file, or makes it, whole or not at all, for this user only."""
+"""open_arena_file: opens an arena's file, or makes one that only this user may read and write."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pdstore.native.library import Library
 
 DEFAULT_SIZE = 20 << 30
 SLAB_BYTES = 64 << 20
-"""Registering 64 MiB with a GPU takes 1 ms; in parts of 16 MiB it takes three times as long."""
+"""Bytes of a slab. Registering 64 MiB with a GPU takes 1 ms, and 3 ms in parts of 16 MiB."""
 _MIN_SLAB_BYTES = 64 << 10
 _MIN_SLABS = 16
 _WRITABLE = "name a directory that this user may write to (?dir=)"
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo in its place does not hang
 
 
 def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
     """Opens the arena at a path, or makes it; returns a file descriptor.
 
-    size: bytes for values. None takes an arena that exists as it is, and makes a new one of 20 GiB,
-      or of half of the free space if that is less.
-    slab_bytes: no value can be larger; None: 64 MiB, less for arenas below 1 GiB.
+    size: bytes for values. None accepts an existing arena of any size; a new arena then has 20 GiB,
+      or half of the free space if that is less.
+    slab_bytes: the largest size of a value. None: 64 MiB, less for arenas below 1 GiB.
     Raises ConfigError for a size that does not fit, StoreDenied for a file of another user,
     StoreUnavailable if the file system refuses.
     """
     try:
-        for _ in range(3):  # somebody else may make it, or remove it, at the same time
+        for _ in range(3):  # somebody else may make or remove the file at the same time
             with contextlib.suppress(FileNotFoundError):
                 return _checked(os.open(path, _OPEN), path)
             with contextlib.suppress(FileExistsError):
@@ -50,7 +50,7 @@ def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: 
 
 
 def why_too_long(path: Path, num_bytes: int, slab_bytes: int) -> str | None:
-    """Returns why the arena at a path holds no value of so many bytes; None if it can hold one."""
+    """Returns why the arena at a path cannot hold a value of `num_bytes`; None if it can."""
     if num_bytes <= slab_bytes:
         return None
     wanted = 1 << (num_bytes - 1).bit_length()
@@ -79,7 +79,7 @@ def _checked(fd: int, path: Path) -> int:
 
 
 def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
-    """Makes the file without a name, and gives it its name when it is whole."""
+    """Makes an arena's file without a name, and gives the file its name when it is whole."""
     free = _free_bytes(path.parent)
     wanted = min(DEFAULT_SIZE, free // 2) if size is None else size
     if wanted > free:
@@ -92,9 +92,9 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
     num_bytes = wanted // slab * slab
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask
+        os.fchmod(fd, 0o600)  # the umask may have removed some of these bits
         format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
-        # os.link follows /proc's link only if a dst_dir_fd is given; absolute paths ignore that
+        # os.link follows /proc's link only with a dst_dir_fd, which an absolute path does not use
         link = f"/proc/self/fd/{fd}"
         os.link(link, path.absolute(), dst_dir_fd=fd, follow_symlinks=True)
     except ValueError as error:
@@ -111,7 +111,7 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
 
 
 def _default_slab(num_bytes: int) -> int:
-    """Returns the largest power of two, within limits, of which the arena has 16 slabs."""
+    """Returns the largest power of two, within limits, that gives the arena 16 slabs or more."""
     slab = SLAB_BYTES
     while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
         slab //= 2

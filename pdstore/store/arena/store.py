@@ -1,4 +1,4 @@
-"""ArenaStore: values in one file of shared memory; P and D of one host copy to and from it."""
+"""ArenaStore: keeps values in a file of shared memory that P and D of one host copy to and from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 REST_S = 5.0
-"""Time for which slots that a dead process had reserved stay unused: its GPU may still write."""
+"""Seconds for which the reserved slots of a dead process stay unused: its GPU may still write."""
 LOCK_TIMEOUT_S = 5.0
 DEFAULT_LEASE_S = 10.0
 MAX_LEASE_S = 3600.0
@@ -45,22 +45,22 @@ class ArenaStore(Store):
 
     All values lie in one file, `<dir>/pdstore-<uid>-<name>`, which every process maps; there is
     no server. The file and its values stay when the processes end, until somebody removes the file.
-    P's GPU copies into the very bytes that D's GPU copies from (`fill`, `start_scatter`).
+    P's GPU copies into the same bytes that D's GPU copies from (`fill`, `start_scatter`).
 
-    A slab is cut into slots of one size. A new value takes the place of the value that was used
-    longest ago; a slab gets another slot size when its values were all used longer ago than that
-    one. Tails and markers are missing after `PDSTORE_HANDOFF_TTL_S`.
+    A slab is cut into slots of one size. In a full arena, a new value evicts the value of its slot
+    size that was used longest ago, or takes a slab of another slot size if all values of that slab
+    were used even longer ago. Tails and markers expire after `PDSTORE_HANDOFF_TTL_S`.
 
-    The lock is held while the index changes, never while bytes move. A process that is killed, at
-    any point, leaves only misses. While a process that holds the lock is stopped, other processes'
-    calls raise StoreTimeout.
+    The arena's lock is held while the index changes, never while values are copied. A process that
+    is killed, at any point, leaves only misses. While a process that holds the lock is suspended,
+    other processes' calls raise StoreTimeout.
 
     directory: in a memory-backed file system. If that is mounted with `huge=always`, the arena has
       huge pages, which a GPU registers more quickly.
-    size: bytes for values. None takes an arena that exists as it is, and makes a new one of 20 GiB,
-      or of half of the free space if that is less.
-    slab_bytes: no value can be larger. None: 64 MiB, less in arenas below 1 GiB.
-    rest_s: how long slots that a dead process had reserved stay unused.
+    size: bytes for values. None accepts an existing arena of any size; a new arena then has 20 GiB,
+      or half of the free space if that is less.
+    slab_bytes: the largest size of a value. None: 64 MiB, less in arenas below 1 GiB.
+    rest_s: seconds for which the reserved slots of a dead process stay unused.
 
     The constructor opens or makes the file. Raises ConfigError, StoreDenied or StoreUnavailable.
     """
@@ -129,7 +129,7 @@ class ArenaStore(Store):
         return self._arena.slab_bytes
 
     def memory(self) -> memoryview:
-        """The memory that all values lie in: page-aligned, the same one at every call.
+        """The memory that all values lie in. It is page-aligned, and the same at every call.
 
         End all copies to and from this memory before you close the store: `close` unmaps the memory
         as soon as no view of it is left.
@@ -171,25 +171,26 @@ class ArenaStore(Store):
         self._arena.clear(prefix_of(namespace))
 
     def fill(self, batches: Sequence[ValueBatch]) -> Filled:
-        """Reserves places, gathers into them, seals and publishes, all in one call of the library.
+        """Stores values in one call of the library: reserves slots, gathers, seals and publishes.
 
-        Evicts as `put` does. Other Python threads can run all the time.
+        Evicts as `put` does. Other Python threads can run during the whole call.
 
-        batches: at least one. Each is published when its copies have ended, in the order given.
-        Returns what is stored now, with an error if a batch found no room or if the arena's lock
-        was not free soon. Raises LayoutError or SwapError if the copies fail.
+        batches: at least one. The batches are published in the order given, each when its copies
+          have ended.
+        Returns the stored values, with an error if a batch found no room or if the arena's lock
+        was not free in time. Raises LayoutError or SwapError if the copies fail.
         """
         memory = self._enter()
         kinds = b"".join([_kinds(batch.keys) for batch in batches])
         return self._arena.fill(batches, address_of(memory), kinds)
 
     def start_scatter(self, batch: ValueBatch) -> Ticket | None:
-        """Leases values and starts to scatter them from where they lie: all or none.
+        """Leases all values of a batch and starts to scatter them from the arena's memory.
 
-        Returns None if any value is missing or is seen to be wrong, or if the lock is not free
-        soon. Values are verified after they are copied, and may be evicted meanwhile: so the caller
-        waits for the copies and calls `confirm`. Raises LayoutError or SwapError if they cannot
-          begin.
+        Returns None, and copies nothing, if any value is missing or is seen to be wrong, or if the
+        lock is not free in time. Values may be evicted during the copies and are verified after
+        them, so the caller must wait for the copies and then call `confirm`. Raises LayoutError or
+        SwapError if the copies cannot begin.
         """
         return self._arena.start_scatter(batch, address_of(self._enter()))
 
@@ -217,7 +218,7 @@ class ArenaStore(Store):
         check_call([key])
         return next((v.num_bytes for v in self.stored_values(key) if v.key == key), None)
 
-    def room(self) -> Room:  # what is used: the slabs that are cut into slots
+    def room(self) -> Room:  # a slab that is cut into slots counts as used
         used_bytes = self.counts().slabs * self._arena.slab_bytes
         policy = "the least recently used of its size goes first"
         return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
@@ -237,11 +238,11 @@ class ArenaStore(Store):
     def close(self) -> None:
         if self._lifecycle.end():
             self._arena.close()
-            self._memory = None  # unmapped when no view of it is left
+            self._memory = None  # it is unmapped when no view of it is left
 
     def _enter(self, keys: Sequence[BlockKey] = (), slots: Slots | None = None) -> memoryview:
         """Checks the arguments of a call, and that the store is open; returns the memory."""
-        memory = self._memory  # read before the check, as `close` ends the life first
+        memory = self._memory  # read before the check: `close` ends the life before it drops this
         self._lifecycle.check()
         check_call(keys, slots)
         assert memory is not None
@@ -261,13 +262,13 @@ class ArenaStore(Store):
             mapped = mmap.mmap(fd, self._arena.data_bytes, offset=self._arena.data_at)
         except OSError as error:
             raise StoreUnavailable(f"{self.label}: cannot map {self.path}: {error}") from error
-        with contextlib.suppress(OSError):  # if the kernel has no huge pages for such files
+        with contextlib.suppress(OSError):  # some kernels have no huge pages for such files
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapped)
 
 
 def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None]:
-    """Returns name, directory, lease, size and slab of a URL. Raises ConfigError."""
+    """Returns a URL's name, directory, lease, size and slab size. Raises ConfigError."""
     if url.path not in ("", "/") or url.port is not None:
         raise ConfigError(f"{url.label}: write shm://name, and the directory as ?dir=/dev/shm")
     size = url.size("size", 0) or None
@@ -293,7 +294,7 @@ def _without_library(url: StoreURL) -> ConfigError:
 
 
 def _kinds(keys: Sequence[str]) -> bytes:
-    """Returns the keys' kinds as the library takes them."""
+    """Returns the kind of each key as a byte, for the library."""
     return bytes([_KINDS[kind_of(BlockKey(key))] for key in keys])
 
 

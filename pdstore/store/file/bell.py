@@ -2,11 +2,12 @@
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-A put rings: it writes a byte into every pipe, and each listener polls its own pipe. A ring removes
-a pipe that no process reads. But hosts may share the directory, and a pipe of another host has no
-reader here. So a pipe's name begins with the id of its host's boot, and a pipe of another boot is
-removed only when nobody has touched it for long. For this, a listener touches its pipe now and
-then, and makes a new one if it is gone.
+A put rings: it writes a byte into the pipe of every listener. Each listener polls its own pipe. A
+ring also removes a pipe that no process reads. But several hosts may share the directory, and a
+pipe of another host has no reader on this host. So a pipe's name begins with the id of its host's
+boot, and a pipe of another boot is removed only after its modification time was not renewed for
+long. For this reason a listener renews that time every minute, and makes a new pipe if somebody
+removed its own.
 """
 
 # Decision: docs/decisions/027-file-bells.md
@@ -32,8 +33,8 @@ _READ_BYTES = 64 << 10
 class Bell:
     """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
 
-    touch_s: how often a process that waits touches its pipe.
-    abandoned_s: how long a pipe of another boot must be untouched before it is removed.
+    touch_s: a waiting process renews its pipe's modification time after so many seconds.
+    abandoned_s: a pipe of another boot is removed if its modification time is older than this.
     """
 
     def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
@@ -55,7 +56,7 @@ class Bell:
                 self._ring(name)
 
     def wait_for_ring(self, seen: int | None, timeout_s: float) -> int:
-        """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot listen."""
+        """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot make a pipe."""
         if seen is None or self._touch_deadline.is_over():
             self._listen()
         if seen is None:
@@ -83,7 +84,7 @@ class Bell:
                 self._pipe = None
 
     def _listen(self) -> None:
-        """Touches this process's pipe; makes one, if it is not there (any more)."""
+        """Renews the modification time of this process's pipe; makes a new pipe if it has none."""
         with self._polling:
             self._touch_deadline = Deadline(self._touch_s)
             if self._is_closed:
@@ -95,13 +96,13 @@ class Bell:
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
-                self._number += 1  # it may have been rung meanwhile
+                self._number += 1  # a ring may have been lost with the old pipe
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
             unseen = path.with_name(f".{path.name}")
             os.mkfifo(unseen, 0o600)
             try:
-                # also for writing, so that the last writer's end is no end of file
+                # RDWR: a pipe without any writer would be at its end of file
                 self._pipe = os.open(unseen, os.O_RDWR | _OPEN)
                 unseen.rename(path)  # now that it has a reader
             except OSError:
@@ -129,7 +130,7 @@ class Bell:
             return
         try:
             if stat.S_ISFIFO(os.fstat(pipe).st_mode):
-                # errors: the pipe is full, so its reader wakes anyway; or its reader has just gone
+                # the pipe is full, so its reader wakes anyway, or its reader has just closed it
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(pipe, b"!")
         finally:
@@ -137,9 +138,9 @@ class Bell:
 
     def _remove_abandoned(self, path: Path) -> None:
         """Removes a pipe without a reader on this host, unless another host may still read it."""
-        with contextlib.suppress(OSError):  # another ring was faster
+        with contextlib.suppress(OSError):  # another ring may have removed it
             is_old = time.time() - path.lstat().st_mtime > self._abandoned_s
-            # a pipe of this boot has a reader before it has its name: now the reader is gone
+            # a pipe gets its name after its reader: one of this boot has lost its reader
             if is_old or path.name.startswith(f"{self._boot}-"):
                 path.unlink()
 

@@ -1,7 +1,7 @@
 """PoolDirectory: where a file store's values lie on disk, and where unfinished ones are written.
 
-<root>/pool.lock                marks a pool; whoever holds its flock evicts
-<root>/<00..ff>/<key>           a value: its whole content, its lease's end as modification time
+<root>/pool.lock                marks a pool; the process that holds this file's flock may evict
+<root>/<00..ff>/<key>           a value's bytes; the file's modification time is its lease's end
 <root>/tmp/<pid>-<random>-<n>   a value that is being written
 """
 
@@ -24,9 +24,9 @@ from pdstore.format.keys import BlockKey
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
-_ABANDONED_S = 600.0  # after which nobody writes an unfinished value any more
+_ABANDONED_S = 600.0  # an unfinished value that is older has no writer any more
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_NOT_OURS = frozenset({"lost+found"})  # an empty file system has it
+_NOT_OURS = frozenset({"lost+found"})  # a new file system may contain it
 
 
 class StoredFile(NamedTuple):
@@ -63,7 +63,7 @@ class PoolDirectory:
         return f"{self._places[zlib.crc32(key.encode()) % FAN_OUT]}/{key}"
 
     def temporary(self) -> str:
-        """Returns a new path for an unfinished value; paths that begin with it and "-" are free."""
+        """Returns a new path for an unfinished value; the caller may append "-" and a number."""
         return f"{self._writer}-{next(self._numbers)}"
 
     def delete(self, key: BlockKey) -> None:
@@ -71,14 +71,14 @@ class PoolDirectory:
         _delete(self.path(key))
 
     def delete_all(self, prefix: str) -> None:
-        """Deletes the values whose keys begin with `prefix`."""
+        """Deletes all values whose keys begin with `prefix`."""
         for place in self._places:
             for name, _ in _entries(place):
                 if name.startswith(prefix):
                     _delete(f"{place}/{name}")
 
     def files(self) -> Iterator[StoredFile]:
-        """Returns all values, in no order; those that vanish meanwhile may be missing."""
+        """Yields all values, in no order; a value deleted before the end may be left out."""
         for place in self._places:
             for name, status in _entries(place):
                 if not stat.S_ISDIR(status.st_mode):
@@ -86,7 +86,7 @@ class PoolDirectory:
                     yield StoredFile(f"{place}/{name}", name, status.st_size, *times)
 
     def delete_unchanged(self, file: StoredFile) -> bool:
-        """Deletes a value unless it was leased since it was listed; returns False if it was."""
+        """Deletes a value and returns True, or returns False if it was leased after the listing."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
                 return False
@@ -94,7 +94,7 @@ class PoolDirectory:
         return True
 
     def repair(self) -> None:
-        """Makes the directories that are missing: at the start, or since somebody deleted them."""
+        """Makes the directories that were not made yet, or that somebody has deleted."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         unlock(try_lock(f"{self.root}/{_POOL_LOCK}"))
         with contextlib.suppress(FileExistsError):
@@ -103,7 +103,7 @@ class PoolDirectory:
             raise ConfigError(f"{self._tmp} is a link or a file: make it a directory")
 
     def lock(self) -> int | None:
-        """Returns the evictor's lock as a file descriptor for `unlock`; None if it is taken."""
+        """Returns the evictor's lock as a file descriptor for `unlock`; None if others hold it."""
         try:
             return try_lock(f"{self.root}/{_POOL_LOCK}")
         except FileNotFoundError:
@@ -113,8 +113,9 @@ class PoolDirectory:
     def sweep(self) -> None:
         """Deletes unfinished values that are so old that their writers must be dead.
 
-        A file's age is counted back from its directory's last change, because the same clock wrote
-        both times. A writer that was suspended for so long writes its value again.
+        A file's age is the time from its own last change to its directory's last change, because
+        the same clock wrote these two times. If a suspended writer goes on after its file was
+        deleted, it writes the value again.
         """
         with contextlib.suppress(FileNotFoundError):
             oldest = os.lstat(self._tmp).st_mtime - _ABANDONED_S
@@ -148,7 +149,7 @@ class PoolDirectory:
 
 def _delete(path: str) -> None:
     """Deletes a file, or an empty directory in its place; any other directory stays."""
-    with contextlib.suppress(FileNotFoundError):  # somebody was faster
+    with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
         try:
             os.unlink(path)
         except IsADirectoryError:
@@ -174,7 +175,7 @@ def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def try_lock(path: str) -> int | None:
-    """Returns a descriptor that holds a file's lock until it is closed; None if it is locked.
+    """Locks a file; returns a file descriptor for `unlock`, or None if others hold the lock.
 
     Raises ConfigError on a file system without flock.
     """
@@ -195,5 +196,5 @@ def try_lock(path: str) -> int | None:
 
 def unlock(lock: int | None) -> None:
     if lock is not None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has it open as well
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may keep it open after the close
         os.close(lock)

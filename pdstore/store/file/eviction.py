@@ -1,4 +1,4 @@
-"""Evictor: keeps a pool's directory within its budget, one process at a time for all."""
+"""Evictor: keeps a pool's directory within its budget; one process at a time evicts for all."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from pdstore.threads import Ticker
 
 MAX_LEASE_S = 3600.0
 DEFAULT_BUDGET = 20 << 30
-_PAGE = 4096  # what a file takes on disk is a multiple of it
-_PATIENCE_S = 0.5  # for another one's eviction, before a put is refused
-_LARGE_STEP = 64 << 20  # of a pool whose evictions would hold up a put
+_PAGE = 4096  # a file's space on disk is a multiple of it
+_PATIENCE_S = 0.5  # a put waits so long for another thread's or process's eviction
+_LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
 _MOST_OLDEST = 1024
-_SACRIFICED = 3  # a marker takes an inode, and one more where its directory is missing
+_SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
 _S = 1_000_000_000
 
 
 class Evictor:
     """Decides before every put whether there is room, and makes room.
 
-    Each process counts the bytes it puts, and looks at the whole directory after every 5 % of the
-    budget. Whoever looks holds the directory's lock, and deletes tails and markers past their time,
-    then the values with the oldest modification time that are neither leased nor fresh, down to
-    90 % of the budget. With n processes the pool may so pass its budget by (n - 2) * 5 %.
+    Each process counts the bytes that it puts, and scans the whole directory after every 5 % of the
+    budget (a step). The process that scans holds the directory's lock. It deletes the tails and
+    markers that are past their time. Then it deletes values that are neither leased nor fresh, the
+    oldest modification time first, until no more than 90 % of the budget is used. So with n
+    processes the pool may exceed its budget by (n - 2) * 5 %.
 
-    A large pool is looked at by a thread, beside the puts, for as long as it keeps its budget: a
-    look takes a tenth of a second, and deletions take more.
+    While a large pool is within its budget, a thread scans it and the puts go on: a scan takes a
+    tenth of a second, and deletions take more.
     """
 
     def __init__(
@@ -52,17 +53,17 @@ class Evictor:
         self._goal = self.budget * 9 // 10
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
-        self._used = 0  # bytes on disk, as far as known, and pending ones
-        self._pending = 0  # admitted, and not seen on disk yet
-        self._put_since_scan = self.budget  # the first put looks at what is there
+        self._used = 0  # bytes on disk, as far as known, plus the pending bytes
+        self._pending = 0  # bytes that are admitted and not settled
+        self._put_since_scan = self.budget  # so the first put scans the directory
         self._full_until = 0.0
-        self._oldest: list[StoredFile] = []  # those that may go next, at the last look
+        self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
         self._has_looked = False
         self._is_closed = False
         self._thread: Ticker | None = None
 
     def admit(self, sizes: Sequence[int]) -> int:
-        """Returns how many of the first values have room, and counts them until `settle`."""
+        """Returns how many leading values have room; counts those as pending until `settle`."""
         if _on_disk(sizes[0]) > self.budget:
             return 0
         self.admit_anyway(sizes)
@@ -80,7 +81,7 @@ class Evictor:
         return num_admitted
 
     def admit_anyway(self, sizes: Sequence[int]) -> None:
-        """Counts values even where there is no room for them: markers."""
+        """Counts values as pending even if they have no room; markers are admitted in this way."""
         num_bytes = sum(map(_on_disk, sizes))
         with self._lock:
             self._used += num_bytes
@@ -93,10 +94,10 @@ class Evictor:
             self._pending -= sum(map(_on_disk, sizes))
 
     def age_of_oldest(self, sizes: Sequence[int]) -> float | None:
-        """Returns the seconds since the last use of the value that goes first for new ones.
+        """Returns how many seconds ago the value was used that new values would evict first.
 
-        None if they have room, or if all that the last look found was used since: the next put
-        looks again.
+        None if the new values have room. None also if every value that the last scan would have
+        evicted next was used or deleted since then; in that case the next put scans again.
         """
         if self._used + sum(map(_on_disk, sizes)) <= self._goal:
             return None
@@ -109,45 +110,48 @@ class Evictor:
         return None
 
     def make_room(self, num_bytes: int) -> None:
-        """Evicts when the disk is full, whoever filled it."""
+        """Evicts values when the disk is full, even if files of others fill it."""
         if not self._is_known_full():
             self._evict(_on_disk(num_bytes), _PATIENCE_S)
 
     def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
-        """Evicts for values of these sizes, also what is leased, but no file that is `spared`."""
+        """Evicts values, even leased ones, until new values of these sizes have room.
+
+        spared: names of files that are not evicted. Returns whether the new values have room.
+        """
         needed = sum(map(_on_disk, sizes))
         return self._evict(needed, _PATIENCE_S, spared) and self._used + needed <= self.budget
 
     def sacrifice(self) -> None:
-        """Deletes the few values that were put last, fresh or leased.
+        """Deletes the newest three blocks or tails, even fresh ones; leased ones only if it must.
 
-        For a marker on a disk that is full, also of inodes. A peer waits for the marker. The
-        values put last are most likely a part of the save that did not fit.
+        This makes room for a marker, for which a peer waits, on a disk without free bytes or
+        inodes. The newest values are most likely a part of the save that did not fit.
         """
         now = time.time_ns()
         kinds = (Kind.BLOCK, Kind.TAIL)
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
-        files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # the leased ones last
+        files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
         for file in files[:_SACRIFICED]:
             self._delete(file)
 
     def close(self) -> None:
-        """Ends a look that runs beside the puts; twice is fine."""
+        """Stops the thread that scans, if there is one. May be called twice."""
         with self._lock:
             self._is_closed = True
         if self._thread is not None:
             self._thread.stop(_JOIN_S)
 
     def look_again(self) -> None:
-        """Notes that others made room: the next put looks at the disk before it is refused."""
+        """Notes that calls have deleted values: the next put scans before it is refused."""
         self._full_until = 0.0
         if self._used + self._step > self.budget:
             self._put_since_scan = self.budget
 
     def _excess(self) -> int:
-        """Returns by how much the admitted values exceed the budget, after a look where it is due.
+        """Returns how many bytes the pool exceeds its budget by; scans first if a scan is due.
 
-        While others evict, another step is allowed.
+        While another thread or process evicts, the pool may exceed its budget by one step.
         """
         with self._lock:
             is_over = self._used > self.budget
@@ -160,12 +164,12 @@ class Evictor:
         return self._used - self.budget - (self._step if others_evict else 0)
 
     def _look_beside(self) -> None:
-        """Has the thread look once; the next look is due after another step. Holds the lock."""
+        """Has the thread scan once. The next scan is due after another step. Needs `_lock`."""
         self._put_since_scan = 0
         if self._thread is not None:
             self._thread.wake()
         elif not self._is_closed:
-            self._thread = Ticker("pdstore-evictor", self._look)  # which looks at once
+            self._thread = Ticker("pdstore-evictor", self._look)  # it scans at once
 
     def _look(self) -> float | None:
         if self._is_known_full() or self._evict(0, _PATIENCE_S):
@@ -176,11 +180,12 @@ class Evictor:
         return self._clock() < self._full_until
 
     def _evict(self, to_free: int, patience_s: float, spared: Collection[str] = ()) -> bool:
-        """Looks and evicts, so that the budget has room for what is admitted and not written.
+        """Scans and evicts until the budget has room for the values that are pending.
 
-        At least `to_free` bytes are deleted, unless all is leased. False if another thread or
-        process evicts for longer than `patience_s`.
-        spared: if there are any, all other blocks may go, until `to_free` new bytes have room.
+        Deletes at least `to_free` bytes if enough values are neither leased nor fresh. Returns
+        False if another thread or process evicts for longer than `patience_s`.
+        spared: if not empty, all other blocks and tails may be evicted, until `to_free` new bytes
+          have room.
         """
         end = time.monotonic() + patience_s
         while (lock := self._directory.lock()) is None:
@@ -198,11 +203,11 @@ class Evictor:
             self._has_looked = True
         if self._used > self.budget or freed < to_free:
             now = self._clock()
-            self._full_until = now + 10 * (now - start)  # a scan per put would be all we do
+            self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
 
     def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
-        """Returns how many bytes are left, and how many were deleted."""
+        """Scans and deletes; returns how many bytes are left, and how many were deleted."""
         now = time.time_ns()
         self._directory.sweep()
         used = freed = 0
@@ -231,7 +236,7 @@ class Evictor:
         return used, freed
 
     def _delete(self, file: StoredFile) -> int:
-        """Deletes a value unless it was leased meanwhile; returns the bytes that this freed."""
+        """Deletes a value not leased since the scan; returns how many bytes this freed."""
         return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
 
     def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:
@@ -239,12 +244,12 @@ class Evictor:
 
 
 def default_budget(directory: PoolDirectory) -> int:
-    """Returns 20 GiB, or half of what the pool could have of its file system if that is less."""
+    """Returns 20 GiB, or half of the bytes that `room_of` counts if that half is less."""
     return min(DEFAULT_BUDGET, room_of(directory, 2 * DEFAULT_BUDGET) // 2)
 
 
 def room_of(directory: PoolDirectory, enough: int) -> int:
-    """Returns what the pool could have of its file system now; no file is counted for `enough`."""
+    """Returns the file system's free bytes, plus the pool's own unless `enough` bytes are free."""
     status = os.statvfs(directory.root)
     free = status.f_bavail * status.f_frsize
     own = (_on_disk(file.size) for file in directory.files())
@@ -252,9 +257,9 @@ def room_of(directory: PoolDirectory, enough: int) -> int:
 
 
 def _is_kept(file: StoredFile, now: int) -> bool:
-    """True if a value is leased, or was put just now.
+    """True if a value is leased or fresh.
 
-    A time further ahead than any lease is from before a clock was set back.
+    False for a modification time later than any lease ends: it was set before a clock was set back.
     """
     return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
 

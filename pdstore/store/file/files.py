@@ -1,7 +1,7 @@
-"""Values as files: functions that read, write and lease them in turn, and name system errors.
+"""Values as files: functions that read, write and lease files in turn; errnos as StoreErrors.
 
-This Python code reads and writes without checksums. libpdstore checks and writes checksums as well
-(`FileStore.get_right`, `put_sealed`).
+This Python code neither checks nor writes checksums. libpdstore does both (`FileStore.get_right`,
+`put_sealed`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdstore.store.base import Slots
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 OTHER_LENGTH = -1
-"""A code in place of an errno: a file does not have the expected length."""
+"""Stands for an errno where a file does not have the expected length."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,
@@ -48,7 +48,7 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     remedy = ""
     with contextlib.suppress(OSError):
         status = os.statvfs(label.partition("://")[2])
-        if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put takes up to 2
+        if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put needs up to 2
             text, remedy = "no inodes are left", "delete files, or make the file system with more"
     if why == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -72,7 +72,7 @@ class Ended(NamedTuple):
     """The result of reading or writing some files in turn.
 
     num_done: number of files that were read or written.
-    why: 0 if that is all of them; else the errno of the next file, or OTHER_LENGTH.
+    why: 0 if those are all files; else the errno of the first other file, or OTHER_LENGTH.
     """
 
     num_done: int
@@ -93,12 +93,12 @@ def read_values(paths: Sequence[str], slots: Slots) -> Ended:
 
 
 def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
-    """Writes each slot to its path unless a file is there, in turn, until one cannot be written.
+    """Writes slots to their paths in turn, except where a file exists; stops at the first error.
 
     The directory of a path is made at its first use, because making all 256 directories of a pool
-    takes 40 ms. The directory above is not made.
+    takes 40 ms. Its parent directory is not made.
 
-    temporary: a name on the same file system, for the file that is not whole yet.
+    temporary: a name on the same file system, for a file that is not whole yet.
     """
     n = 0
     try:
@@ -113,8 +113,9 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
     """Renews the leases of files in turn, until one is missing or fails.
 
-    Each lease ends 1 ns before the one before it, so that the last blocks of a chain are evicted
-    first. With the library this is one call, so that the caller waits only once for Python's lock.
+    The lease of each file ends 1 ns earlier than that of the file before, so that the last blocks
+    of a prompt are evicted first. The native library renews all leases in one call, so that the
+    caller waits only once for Python's lock.
     """
     now = time.time_ns()
     end = now + int(lease_s * 1e9)
@@ -133,8 +134,8 @@ def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:
     """Reads a file into `piece`. Returns its length, or a larger number than `piece` has bytes.
 
-    `spare` is one more byte, which only a file that is too long fills: so the file's length need
-    not be asked for.
+    `spare` is one more byte, which only a file that is too long fills. This saves the system call
+    that would ask for the file's length.
     """
     fd = os.open(path, _READ)
     try:
@@ -148,7 +149,7 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
 
 
 def _write(temporary: str, path: str, piece: memoryview) -> None:
-    """Writes a file, whole or not at all, unless somebody else has written it meanwhile."""
+    """Writes a file, whole or not at all; leaves the file alone if others have written it."""
     fd = os.open(temporary, _CREATE, 0o600)
     try:
         try:
@@ -164,7 +165,7 @@ def _write(temporary: str, path: str, piece: memoryview) -> None:
 
 
 def _link(temporary: str, path: str) -> None:
-    """Gives a file its name by a link: a rename would replace a value that is stored."""
+    """Gives a file its name by a link, because a rename would replace a value that is stored."""
     try:
         os.link(temporary, path)
     except FileNotFoundError:

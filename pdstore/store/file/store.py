@@ -38,13 +38,13 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
-_MANY = 64  # from so many keys on, the native library looks for them
+_MANY = 64  # a match of so many keys or more is made by the native library
 _MOST_PATHS = 8192
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
-"""A function that writes some of a call's values to their paths, as `write_values` does.
+"""A function that writes some of the values of one `put` to their paths, as `write_values` does.
 
-Its arguments: a temporary name, the paths, and the numbers of these values in the call.
+Its arguments: a temporary name, the paths, and the indices of these values in the `put`.
 """
 
 
@@ -53,13 +53,13 @@ class FileStore(Store):
 
     Any number of processes and hosts may share the directory; all must give the same lease. A value
     is written under a temporary name and linked to its key's name when it is whole, so that nobody
-    finds the value of a writer that crashed. There is no fsync, because a cache need not survive a
-    crash of the host. A value's modification time is the end of its lease, its access time is its
-    last use: so one utime looks a value up, leases it and counts the use. Tails and markers are
-    deleted after `PDSTORE_HANDOFF_TTL_S`, blocks when the budget needs their room.
+    finds the unfinished value of a writer that crashed. There is no fsync, because a cache need not
+    survive a crash of the host. A file's modification time is the end of the value's lease, and its
+    access time is the value's last use: so one utime looks a value up, leases it and counts the
+    use. Tails and markers are deleted after `PDSTORE_HANDOFF_TTL_S`, blocks when the budget needs
+    their room.
 
-    built: returns the native library if it is built already, else None, so that no lookup waits for
-      a compiler.
+    built: returns the native library if it is built, else None: no lookup waits for a compiler.
 
     The constructor makes the directory. Raises ConfigError or StoreDenied if the directory cannot
     be used.
@@ -124,7 +124,7 @@ class FileStore(Store):
         return [os.access(path, os.F_OK) for path in paths]
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
-        """Waits for puts of this host's processes; those of other hosts are not heard."""
+        """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
         self._lifecycle.check()
         with named_error(self.label, "cannot hear of changes"):
             return self._bell.wait_for_ring(seen, timeout_s)
@@ -220,7 +220,7 @@ class FileStore(Store):
         sizes: Sequence[int],
         write: WriteValues,
     ) -> int:
-        """Stores values by `write`: has the evictor make room, and repeats what `_mend` mended."""
+        """Stores values by `write`; first has the evictor make room, and retries after `_mend`."""
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
             with named_error(self.label, keys[n], n):
@@ -258,7 +258,7 @@ class FileStore(Store):
                 num_mends += 1
 
     def _mend(self, why: int, key: BlockKey, num_bytes: int, num_mends: int) -> None:
-        """Mends what kept a value from being written. Raises OSError if nothing is left to try."""
+        """Removes the cause of a failed write. Raises OSError if nothing is left to try."""
         if why == errno.ENOENT and num_mends == 0:
             self._directory.repair()
         elif why in FULL and num_mends == 0:
@@ -272,7 +272,7 @@ class FileStore(Store):
         """Checks the arguments of a call, and that the store is open; returns the values' paths."""
         self._lifecycle.check()
         check_call(keys, slots)
-        return list(map(self._path_of, keys))  # cached: keys come again and again
+        return list(map(self._path_of, keys))  # cached, because the same keys come again
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
         """Returns how many values were found; a missing file is no error. Raises StoreError."""
@@ -298,7 +298,7 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
 
 
 def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
-    """Yields, for a budget larger than the file system, what is wrong and what to write instead."""
+    """Yields a problem and its remedy if the budget is larger than what the file system has."""
     if evictor.attainable < evictor.budget:
         budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
         said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"

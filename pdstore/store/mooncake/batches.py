@@ -1,9 +1,9 @@
-"""Batches: moves values by calls of Mooncake's library that are short enough for a lease.
+"""Batches: moves values in batches that Mooncake's library can move within the time of a lease.
 
-RDMA moves only registered memory, which is allocated here as slabs. With RDMA, values in other
-memory are copied through one slab, the bounce.
+RDMA moves only registered memory. `Memory` allocates such memory as slabs. With RDMA, values in
+other memory are copied through one slab, the bounce.
 
-A put that finds the pool full is repeated here, because the master evicts only after it.
+A put that finds the pool full is repeated, because the master evicts only after such a put.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pdstore.store.mooncake.library import LEASE_OVER, NO_ROOM, TRANSFER_FAILED,
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 64 << 10  # a smaller buffer is not worth a registration
+SLAB_BYTES = 64 << 10  # bytes; a smaller buffer is not registered
 BOUNCE_BYTES = 64 << 20
 _FEW_KEYS = 16
-_FEW_BYTES = 16 << 20  # a batch of more than the few keys has fewer bytes
+_FEW_BYTES = 16 << 20  # a batch that has so many bytes and _FEW_KEYS keys is full
 _MOST_KEYS = 2048
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 
@@ -41,7 +41,7 @@ class _Slab(NamedTuple):
 
 
 class Memory:
-    """The slabs of one connection, each registered once. Any thread may call it."""
+    """The slabs of one connection; each is registered a single time. Any thread may call it."""
 
     def __init__(self) -> None:
         self.bounce_lock = threading.Lock()
@@ -52,7 +52,7 @@ class Memory:
         self._bounce = memoryview(b"")
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Returns a slab, registered now or at the connection; its last view frees it."""
+        """Returns a slab, registered now or when a connection is made; its last view frees it."""
         owner = mmap.mmap(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         view = memoryview(owner)
         if num_bytes < SLAB_BYTES:
@@ -74,7 +74,7 @@ class Memory:
                 _register(raw, slab)
 
     def disconnect(self) -> None:
-        """Forgets the connection, which is about to be closed."""
+        """Forgets the present connection, because it will be closed soon."""
         with self._lock:
             self._raw = None
 
@@ -87,13 +87,13 @@ class Memory:
         )
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """Returns the bounce, at least `num_bytes` long; the caller must hold `bounce_lock`."""
+        """Returns the bounce, which has `num_bytes` or more; the caller must hold `bounce_lock`."""
         if len(self._bounce) < num_bytes:
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
 
     def _forget_dropped(self) -> None:
-        """Unregisters freed slabs: else a new slab at such an address would count as registered."""
+        """Unregisters freed slabs, lest a new slab at the same address count as registered."""
         while self._dropped:
             slab = self._dropped.popleft()
             self._slabs = [each for each in self._slabs if each != slab]
@@ -108,31 +108,31 @@ def _register(raw: Raw, slab: _Slab) -> None:
 
 
 class Batches:
-    """Splits a call into batches, and moves each on the connection with the fewest running calls.
+    """Splits a call into batches; moves each batch on the connection with the fewest running calls.
 
-    A read that takes longer than its lease is lost as a whole. So a batch is no larger than what
-    can be moved in a third of the lease at the recent rate. Small batches also limit what a peer
-    that hangs costs: one time-out of the library for a batch, after which the caller stops.
+    If reading a batch takes longer than the lease, all of it is lost. So a batch is no larger than
+    what can be moved in a third of the lease at the recent rate. Small batches also limit the time
+    that a hung peer costs: the library's time-out for one batch, after which the caller stops.
 
-    clients: connections, each made when it is needed; the library copies with a thread for each.
-    memory: the slabs that the transport can move; None if it can move any memory.
+    clients: connections, each made when it is needed; the library has one thread for each.
+    memory: the slabs that the transport can move; None if the transport can move any memory.
     """
 
     def __init__(self, clients: Sequence[Client], memory: Memory | None, lease_s: float) -> None:
         self._clients = clients
         self._memory = memory
         self._lease_s = lease_s
-        self._rate = 1e9  # bytes per second; assumed until it is measured
+        self._rate = 1e9  # bytes per second; this value is assumed until the rate is measured
         self._pressure_until = 0.0
 
     @property
     def most_bytes(self) -> int:
-        """Size of the largest batch now; a single larger value is a batch of its own."""
+        """The present limit for the bytes of a batch; a larger value is a batch of its own."""
         by_lease = int(self._rate * self._lease_s / 3)
         return by_lease if self._memory is None else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields the start and end of each batch. The pool's key has its own: it is pinned."""
+        """Yields start and end of each batch. The pool's id has its own batch, as it is pinned."""
         start, num_bytes, most = 0, 0, self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
@@ -151,16 +151,16 @@ class Batches:
         codes = self._move(keys, slots, None)
         seconds = max(time.monotonic() - start, 1e-6)
         num_bytes = sum(code for code in codes if code > 0)
-        if LEASE_OVER in codes:  # all was moved, but too late: the assumed rate was too high
+        if LEASE_OVER in codes:  # all values were moved, but too late: `_rate` was too high
             self._rate = min(self._rate, sum(slots.sizes) / seconds)
         elif num_bytes >= min(1 << 20, self.most_bytes // 2):
             self._rate += (num_bytes / seconds - self._rate) / 4
         return codes
 
     def put(self, keys: Sequence[BlockKey], slots: Slots, config: object) -> list[int]:
-        """Writes a batch; repeats values that found no room, and once values that failed at once.
+        """Writes a batch; retries values that found no room, and those that failed within 1 s.
 
-        Returns an error code for each value; 0 if it is stored, also if its key was stored before.
+        Returns a code for each value: 0 if its key is stored, even by an earlier put; or an error.
         """
         codes = [NO_ROOM] * len(keys)
         has_pressure = time.monotonic() < self._pressure_until
@@ -178,7 +178,7 @@ class Batches:
     def _put_those_with(
         self, code: int, codes: list[int], keys: Sequence[BlockKey], slots: Slots, config: object
     ) -> None:
-        """Puts the values that have a code, and replaces their codes."""
+        """Puts the values whose code in `codes` is `code`, and replaces their codes."""
         which = [i for i, each in enumerate(codes) if each == code]
         numbers = [slots.numbers[i] for i in which]
         part = replace(slots, numbers=numbers, sizes=[slots.sizes[i] for i in which])
@@ -187,9 +187,9 @@ class Batches:
             codes[i] = answer
 
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
-        """Moves a batch directly from or to its slots, or through the bounce.
+        """Moves a batch from or to its slots, directly or through the bounce.
 
-        config: how the library keeps the values of a put; None for a get.
+        config: tells the library how to keep the values of a put; None for a get.
         """
         client = min(self._clients, key=lambda client: client.num_running)
         base = address_of(slots.view)

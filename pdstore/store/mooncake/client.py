@@ -1,15 +1,15 @@
-"""Client: one connection of Mooncake's library, used only while that is safe.
+"""Client: one connection of Mooncake's library, used only while no call of it can crash or hang.
 
 The library's object crashes the process if it is called before `setup`, during or after `close`, or
 in a forked child. `setup` and `close` stop the whole process for as long as the server does not
-answer. So the object is set up at its first use, after the server was seen to answer. Running calls
-are counted, and `close` waits for them. An object that cannot be closed is set aside, never
-destroyed.
+answer. So the object is set up at its first use, and only after the server has answered. Running
+calls are counted, and `close` waits for them. An object that cannot be closed is kept for ever,
+because destroying it would crash or hang.
 
-The library waits 60 s for a transfer, which cannot be changed, and then reports a failure without
-cancelling the transfer: late bytes would land in another block. An earlier failure is reported only
-when the socket or the NIC no longer uses the memory. To end a transfer that the library has given
-up, the connection is closed.
+The library waits 60 s for a transfer; this time cannot be changed. Then it reports a failure, but
+the transfer goes on, and its late bytes would land in another block. A failure that is reported
+earlier is harmless: the socket or the NIC no longer uses the memory. To end a transfer that the
+library has given up, the connection is closed.
 """
 
 # Decision: docs/decisions/029-mooncake-late-bytes.md
@@ -41,11 +41,11 @@ PROBE_S = 0.5
 DRAIN_S = 0.5
 CLOSE_S = 2.0
 ENDED = "transfers ended by a close"
-"""The name under which `codes` counts calls that the library gave up before transfers ended."""
+"""The name under which `codes` counts calls that the library gave up while transfers went on."""
 
 
 class Server:
-    """The address of a Mooncake master, and the test that it answers.
+    """The address of a Mooncake master; `require` tests that the master answers.
 
     address: `host:port`.
     """
@@ -59,8 +59,9 @@ class Server:
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
-        Sends 20 zero bytes: as long as the shortest request, but not a valid one. A live server
-        then closes the connection. A stopped process would accept the connection, but not close it.
+        Sends 20 zero bytes, as many as the shortest request has, but no valid request. A server
+        that works then closes the connection. If the server is suspended, its kernel accepts the
+        connection, but nobody closes it.
         """
         try:
             with socket.create_connection(self._address, self._timeout_s) as connection:
@@ -71,20 +72,20 @@ class Server:
             said = f"{self._where} did not answer within {self._timeout_s} s"
             raise StoreTimeout(said) from error
         except ConnectionResetError:
-            return  # the server closed it before it had read all
+            return  # the server closed the connection before it had read all bytes
         except OSError as error:
             raise StoreUnavailable(f"{self._where} cannot be reached: {error}") from error
 
 
 class Client:
-    """A connection that is made at the first call and ends once. Any thread may call it.
+    """A connection that is made at the first call. Any thread may call it.
 
-    label: of the store, for messages.
-    server: must answer before the library is called.
-    set_up: makes the object and connects it; returns the code of the library's `setup` if that
-      failed.
+    label: the store's label, for messages.
+    server: the server that must answer before the library is called.
+    set_up: makes the library's object and connects it; returns the code of the library's `setup`
+      if that failed.
     before_close: called before an object that was set up is closed.
-    gives_up_s: after this time, the library may have given up a call that failed. It is a little
+    gives_up_s: if a call fails after this time, the library may have given it up. It is a little
       less than the library's 60 s, because the library has another clock.
     """
 
@@ -118,8 +119,8 @@ class Client:
     def call(self) -> Iterator[Raw]:
         """Lends the library's object for one call.
 
-        Raises StoreClosed; within a second, StoreUnavailable or StoreTimeout if the server does not
-        answer; StoreUnavailable while the connection is suspended.
+        Raises StoreClosed. If the server does not answer, raises StoreUnavailable or StoreTimeout
+        within a second. Raises StoreUnavailable while given-up transfers keep the connection busy.
         """
         self.lifecycle.check()
         oldest = min(self._began, default=None)
@@ -145,14 +146,14 @@ class Client:
                 self._changed.notify_all()
 
     def codes_of(self, question: Callable[[Raw], list[int]]) -> list[int]:
-        """Makes one call of the library; returns its codes, and counts them."""
+        """Makes one call of the library; returns the call's codes and counts its errors."""
         with self.call() as raw:
             codes = question(raw)
         self.count_codes(codes)
         return codes
 
     def count_codes(self, codes: Sequence[int]) -> None:
-        """Counts the codes of a call; after an outage, the next call tests the server first."""
+        """Counts a call's error codes; after an outage, the next call first tests the server."""
         self.codes.update(name_of(code) for code in codes if code < 0)
         if any(is_outage(code) for code in codes):
             self._is_suspect = True
@@ -164,10 +165,10 @@ class Client:
         sizes: Sequence[int],
         config: object | None,
     ) -> list[int]:
-        """Moves values between the pool and memory; returns the codes.
+        """Moves values between the pool and memory; returns a code for each value.
 
         When it returns, no transfer uses the memory any more.
-        config: how the library keeps the values of a put; None for a get.
+        config: tells the library how to keep the values of a put; None for a get.
         """
         began = time.monotonic()
         values = list(keys), list(addresses), list(sizes)
@@ -183,9 +184,9 @@ class Client:
         return codes
 
     def _end_transfers(self, raw: Raw) -> None:
-        """Closes a connection whose transfers may go on, once no other call runs on it.
+        """Waits until no call runs on a connection with given-up transfers, and then closes it.
 
-        Until then calls are refused. The call after that makes a new connection.
+        Until the close, calls are refused. The first call after it makes a new connection.
         """
         log.warning("%s: a call was given up and may be under way: it is ended", self._label)
         self.codes[ENDED] += 1
@@ -203,9 +204,9 @@ class Client:
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. May be called twice.
 
-        Ends within `close_s`, unless the library keeps Python's lock for longer. The object is set
-        aside if closing it would hang, because calls still run or the server does not answer. A
-        suspended object is closed by the call that suspended it.
+        Ends within `close_s`, unless the library keeps Python's lock for longer. If calls still run
+        or the server hangs, closing the object would hang, too: then it is kept for ever. An object
+        that waits for `_end_transfers` is closed there.
         """
         if not self.lifecycle.end():
             return
@@ -229,11 +230,11 @@ class Client:
             _aside.append(raw)
 
     def _close_raw(self, raw: Raw, timeout_s: float = CLOSE_S) -> None:
-        """Closes an object, or sets it aside after the time-out."""
+        """Closes an object; keeps it for ever if the close does not end within `timeout_s`."""
         self._before_close()
         try:
             closer: AsyncRunner[int] = AsyncRunner("pdstore-mooncake-close")
-        except RuntimeError:  # no thread can start; from Python 3.12 on that is so at exit
+        except RuntimeError:  # no thread can start: at exit, from Python 3.12 on
             raw.close()
             return
         closer.launch(raw.close)
@@ -276,8 +277,8 @@ def close_together(
 ) -> None:
     """Closes all clients within `close_s`; all running calls share the same `drain_s` to end.
 
-    First, every client refuses new calls. Otherwise clients would begin new calls while a busy one
-    is waited for, and no time would be left to wait for those.
+    First, every client refuses new calls. Otherwise some clients would begin new calls while this
+    function waits for others, and no time would be left to wait for the new calls.
     """
     for client in clients:
         client.lifecycle.refuse()
@@ -287,11 +288,11 @@ def close_together(
 
 
 def close_on_sigterm() -> None:
-    """Makes SIGTERM close everything and then end the process as before.
+    """Makes SIGTERM close all clients and then end the process as before.
 
-    For a process that lends memory: if it ends without closing, the master keeps sending other
+    For a process that lends memory: if such a process ends without closing, the master sends other
     clients to it until the process's time to live is over. Does nothing outside the main thread, or
-    if the program has its own handler, which then has to close the stores.
+    if the program has its own handler, which must then close the stores.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -300,17 +301,17 @@ def close_on_sigterm() -> None:
 
 @functools.cache
 def _set_hooks() -> None:
-    """Has all clients closed at the interpreter's exit, before the library ends itself."""
+    """Makes the interpreter close all clients at its exit, before the library's own exit code."""
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=lambda: _aside.extend(list(_clients)))
 
 
 def _close_all() -> None:
-    close_together(list(_clients), 1.0, 10.0)  # closing takes seconds if much memory is lent
+    close_together(list(_clients), 1.0, 10.0)  # takes seconds if much memory is lent
 
 
 def _end(number: int, frame: object) -> None:
-    """Closes all clients at a signal, which then ends the process as if nobody had caught it."""
+    """Closes all clients at a signal; then the signal ends the process as if it had no handler."""
     signal.signal(number, signal.SIG_DFL)
     start = time.monotonic()
     _close_all()

@@ -1,4 +1,4 @@
-"""MooncakeConfig: the options of a URL. Library: Mooncake's module and its codes."""
+"""MooncakeConfig: the options of a `mooncake://` URL. Library: Mooncake's module and its codes."""
 
 from __future__ import annotations
 
@@ -48,21 +48,22 @@ _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto
 
 
 class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
-    """The connections to a Mooncake pool: the options of a `mooncake://` URL.
+    """The options of a `mooncake://` URL, which describe the connections to a Mooncake pool.
 
-    master: host and port.
-    metrics_port: of the master's HTTP server, for listings.
-    topology: `holder`: other processes own the values' memory. `embedded`: this process lends
+    master: the master's host and port.
+    metrics_port: the port of the master's HTTP server, which lists values.
+    topology: `holder`: other processes lend the memory for values. `embedded`: this process lends
       `segment` bytes.
-    segment, buffer: bytes; a segment is lent with `topology=embedded`.
+    segment, buffer: bytes of the segment, lent if `embedded`, and of the library's own buffer.
     hostname: the address at which other clients reach this process; "" means this host's address
       towards the master.
-    prefer: the segment (host:port) to put to first.
-    ssd_path: a directory to which an `embedded` process moves values that its memory is too small
-      for; "" means none.
-    connections: how many connections move values. Over TCP, each has a thread of the library.
-    lease: the master's --default_kv_lease_ttl, in seconds; by default the smallest one that any
-      release of Mooncake has.
+    prefer: the segment (host:port) that a put should use if it can.
+    ssd_path: the directory to which an `embedded` process moves values when its memory is full; ""
+      means none.
+    connections: the number of connections that move values. Over TCP, each has its own thread of
+      the library.
+    lease: the master's --default_kv_lease_ttl, in seconds. The default is the smallest default of
+      all Mooncake releases.
     """
 
     master: str
@@ -82,7 +83,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def from_url(cls, url: StoreURL) -> MooncakeConfig:
-        """Reads a URL's host and options. Raises ConfigError; names the nearest known option."""
+        """Reads a URL's host and options. Raises ConfigError, which suggests an option's name."""
         known = sorted(cls.model_fields.keys() - {"master"})
         for option in url.options.keys() - known:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
@@ -105,12 +106,12 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def is_tcp(self) -> bool:
-        """True if the transport moves any memory; others move only registered memory."""
+        """True if the transport is TCP, which moves any memory; others need registered memory."""
         return self.protocol == "tcp"
 
     @property
     def master_http(self) -> str:
-        """The address of the master's HTTP server."""
+        """The address, host and port, of the master's HTTP server."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
 
     def _check(self, url: StoreURL) -> None:
@@ -137,9 +138,9 @@ VARIABLES = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    "MC_TCP_LANES_PER_PEER": "16",  # a batch waits for a hung peer once per round of lanes
+    "MC_TCP_LANES_PER_PEER": "16",  # fewer lanes would wait for a hung peer more often
 }
-"""Values for the library's variables that the user did not set: by default it waits 30 s."""
+"""Environment variables of the library, set unless the user has. Its own default waits 30 s."""
 
 NO_ROOM = -200
 INVALID = -600
@@ -166,41 +167,41 @@ _CODES: dict[int, tuple[str, type[StoreError]]] = {
     -1701: ("the tenant is not registered at the master", StoreDenied),
     -1702: ("the tenant is not empty", StoreDenied),
 }
-"""Meanings of the result codes, and the errors that they become."""
+"""The meaning of each error code of the library, and the exception that it becomes."""
 
 MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER_FAILED})
-"""Codes of a read whose value cannot be had now: a miss, not an error."""
+"""Codes of a read whose value cannot be read now. They count as misses, not as errors."""
 
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
 
 Raw: TypeAlias = Any
-"""The library's MooncakeDistributedStore, a connection. It has no types of its own.
+"""A connection: the library's class MooncakeDistributedStore, which has no type annotations.
 
-A negative result is a code. All its calls but `close` let other Python threads run.
+A negative result is an error code. All of its calls but `close` let other Python threads run.
 """
 
 
 def name_of(code: int) -> str:
-    """Returns the meaning of a code, followed by the code."""
+    """Returns the meaning of an error code, followed by the code itself."""
     return f"{_CODES.get(code, ('error', StoreError))[0]} ({code})"
 
 
 def is_outage(code: int) -> bool:
-    """True if the master does not answer."""
+    """True if an error code says that the master does not answer."""
     return code in (-1, -900, -901) or -1012 <= code <= -1000
 
 
 def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
-    """Returns the exception for a code; `what` names the store, the verb and the key."""
+    """Returns the exception for an error code; `what` names the store, the verb and the key."""
     _, kind = _CODES.get(code, ("", StoreUnavailable if is_outage(code) else StoreError))
     return kind(f"{what}: {name_of(code)}", num_done=num_done)
 
 
 @contextlib.contextmanager
 def counted_from(num_done: int) -> Iterator[None]:
-    """Adds `num_done`, keys served before, to the `num_done` of an error of the calls inside."""
+    """Adds `num_done` to that of a StoreError raised in the `with`: so many keys came before."""
     try:
         yield
     except StoreError as error:
@@ -221,20 +222,20 @@ class Library:
         self._module = _load()
 
     def connect_data(self, *, is_first: bool = True) -> Raw | int:
-        """Returns an object that moves values, or the code of its setup if that failed.
+        """Returns an object that moves values, or the error code of its setup if that failed.
 
-        is_first: False for an object that lends no memory, because another one does.
+        is_first: False for an object that lends no memory, because another object lends it.
         """
         config = self._config
         segment = config.segment if is_first and config.topology == "embedded" else 0
         return self._set_up(segment, config.buffer, config.protocol, config.devices)
 
     def connect_lookup(self) -> Raw | int:
-        """Returns an object that only talks to the master, or the code of its setup."""
+        """Returns an object for the master only, or the error code of its setup if that failed."""
         return self._set_up(0, 0, "rpc_only", "")
 
     def put_config(self, *, is_pinned: bool) -> object:
-        """Returns the library's description of how to keep values; pinned ones are not evicted."""
+        """Returns an object that tells the library how to keep values: evictable, or pinned."""
         config = self._module.ReplicateConfig()
         config.with_hard_pin = is_pinned
         if self._config.prefer:
@@ -265,7 +266,7 @@ def _load() -> ModuleType:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
         raise MissingExtra(_MISSING) from error
-    except ImportError as error:  # a shared library that the module needs
+    except ImportError as error:  # a shared library of the module is missing
         remedy = f"if this machine has no GPU, install the other one: {_INSTALL}"
         if any(name in str(error) for name in ("libibverbs", "libcurl", "libnuma")):
             remedy = "as root: apt-get install libibverbs1 libcurl4 libnuma1"
@@ -273,11 +274,11 @@ def _load() -> ModuleType:
 
 
 def _address_towards(master: str) -> str:
-    """Returns this host's address towards the master; sends nothing."""
+    """Returns the address from which this host would reach the master; sends nothing."""
     host, _, port = master.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host.strip("[]"), int(port)))
             return str(probe.getsockname()[0])
-    except (OSError, ValueError, TypeError):  # an unknown or an invalid host name
+    except (OSError, ValueError, TypeError):  # the host name is unknown or invalid
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""MooncakeStore: blocks in a Mooncake pool, the store for many hosts."""
+"""MooncakeStore: keeps blocks in a Mooncake pool that many hosts share."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from pdstore.store.url import StoreURL
 log = logging.getLogger(__name__)
 
 _WINDOWS = (32, 128, 512)
-_SLOW_S = 0.8  # a transfer that fails after this long waited for a peer that hangs
-_WRITER_S = 1.0  # how long to wait for another writer of the same key
+_SLOW_S = 0.8  # a transfer that fails later than this has waited for a hung peer
+_WRITER_S = 1.0  # a put waits so long for another writer of the same key
 _MOST_EVICTIONS = 3
-_MOST_BYTES = 4 << 20  # read of an answer; the master's /metrics has a hundredth of that
-_MOST_KEY_BYTES = 1 << 30  # 14 million keys
+_MOST_BYTES = 4 << 20  # of an HTTP answer; the master's /metrics has a hundredth of that
+_MOST_KEY_BYTES = 1 << 30  # of the list of keys; enough for 14 million keys
 _ASKED_AT_ONCE = 64
 _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
 
@@ -51,18 +51,17 @@ _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.
 class MooncakeStore(Store):
     """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
-    It has two connections, each made at its first use: one only to the master, for `match` and
-    `remove`, and one that moves values. With `connections` further ones move values, each made when
-    it is first needed. A value stays until the master evicts it, least recently leased first; the
-    pool's own key is pinned.
+    It has one connection to the master, for `match` and `remove`, and one or several (`connections`
+    in the URL) that move values. Each is made at its first use. A value stays until the master
+    evicts it; the master evicts the least recently leased values first. The pool's id is pinned.
 
     A value that is evicted, half-written, or in the memory of a process that died is a miss. If the
-    master does not answer, calls raise StoreUnavailable or StoreTimeout; until it answers again,
-    nothing calls the library, because each such call would hang for seconds. If the library gives
-    up a call before its transfers have ended, the store's call returns only after they have
+    master does not answer, calls raise StoreUnavailable or StoreTimeout. Until the master answers
+    again, the library is not called, because each call would hang for seconds. If the library gives
+    up a call before the call's transfers have ended, `get` or `put` waits for their end
     (`Client.move`).
 
-    library, server: make the connections to Mooncake; tests pass their own.
+    library, server: make the connections to Mooncake; tests pass objects of their own.
 
     Raises MissingExtra when the library cannot be loaded.
     """
@@ -106,7 +105,7 @@ class MooncakeStore(Store):
         return self._config.lease
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """Asks for more keys each time, since keys after a gap would be leased for nothing."""
+        """Asks for few keys first, then for more: keys after a miss would be leased for nothing."""
         self._lifecycle.check()
         check_call(keys)
         found, windows = 0, iter(_WINDOWS)
@@ -119,7 +118,7 @@ class MooncakeStore(Store):
         return found
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Searches for all keys in one round trip; Mooncake leases those that it finds."""
+        """Searches for all keys in one round trip; Mooncake leases the keys that are stored."""
         self._lifecycle.check()
         check_call(keys)
         codes = self._exist(keys) if keys else []
@@ -145,23 +144,23 @@ class MooncakeStore(Store):
                 raise error_of(code, f"{self.label}: remove of {key}")
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace in one call of the master, by force: also values that are being read.
+        """Forgets a namespace in one call of the master, even values that are leased or being read.
 
-        Readers of such values notice when they verify them. Half-written values stay.
+        A reader of such a value notices it when it verifies the value. Half-written values stay.
         """
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        # without ^, the hash in a key could match as well
+        # ^: else the expression could match a hash within another namespace's key
         [code] = self._lookup.codes_of(lambda raw: [raw.remove_by_regex(f"^{prefix}", True)])
         if code < 0:
             raise error_of(code, f"{self.label}: clear of {prefix}")
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Asks the master's HTTP server for the default tenant's values; their ages are unknown.
+        """Asks the master's HTTP server for the values of the default tenant; ages are unknown.
 
-        That server has no password, so it often listens only on the master's host; then only that
-        host can list values. Listing leases nothing. Values without a replica are left out, because
-        they are missing or not whole.
+        The HTTP server has no password, so often it listens only on the master's host; in that case
+        only that host can list values. Listing leases nothing. Values without a replica are left
+        out, because they are missing or not whole.
         """
         self._lifecycle.check()
         every = self._ask_master("/get_all_keys", _MOST_KEY_BYTES).split()
@@ -205,7 +204,7 @@ class MooncakeStore(Store):
         )
 
     def allocate(self, num_bytes: int) -> memoryview:
-        if self._memory is None or self._lifecycle.is_closed:  # closed also in a forked child
+        if self._memory is None or self._lifecycle.is_closed:  # a forked child's store is closed
             return super().allocate(num_bytes)
         return self._memory.allocate(num_bytes)
 
@@ -214,7 +213,7 @@ class MooncakeStore(Store):
 
     @property
     def connections(self) -> tuple[Client, Client]:
-        """The connection to the master and the first that moves values, for measurements."""
+        """The connection to the master, and the first one that moves values; for measurements."""
         return self._lookup, self._movers[0]
 
     def close(self) -> None:
@@ -233,7 +232,7 @@ class MooncakeStore(Store):
         slots: Slots,
         move: Callable[[Sequence[BlockKey], Slots], int],
     ) -> int:
-        """Moves one batch after the other, until a batch of which not all values were moved."""
+        """Moves batches in turn until one is not moved whole; returns the number moved."""
         self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
@@ -253,7 +252,7 @@ class MooncakeStore(Store):
         for i, (key, size, code) in enumerate(zip(keys, slots.sizes, codes, strict=True)):
             if code == size:
                 continue
-            if code == INVALID:  # also the code of a value of another length
+            if code == INVALID:  # a value of another length gives this code, too
                 found = self._size_of(key)
                 code = INVALID if found in (size, 0) else found
             what = f"{self.label}: get of {key}"
@@ -267,12 +266,12 @@ class MooncakeStore(Store):
         return len(keys)
 
     def _put_batch(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        """Puts a batch; returns how many of its first keys can be read now. Raises StoreError.
+        """Puts a batch; returns how many of its leading keys can be read now. Raises StoreError.
 
-        Mooncake reports success for a put of a taken key and drops the bytes, even if the writer
-        that took it has not finished, or never will. So every put is followed by a search for its
-        keys, and counts only what can be read. The search also leases them, so that a long prompt
-        does not evict its own beginning.
+        If another writer has begun to put a key, Mooncake reports success and drops the bytes, even
+        if that writer has not finished or never will. So after every put the store searches for the
+        keys, and counts only those that can be read. The search also leases them, so that a long
+        prompt does not evict its own first blocks.
         """
         config = self._pin_config if POOL_ID_KEY in keys else self._put_config
         codes = self._batches.put(keys, slots, config)
@@ -303,9 +302,9 @@ class MooncakeStore(Store):
         return stored
 
     def _num_stored(self, keys: Sequence[BlockKey], num_done: int = 0) -> int:
-        """Returns how many leading keys are stored; one call, which leases all that are stored.
+        """Returns how many leading keys are stored, by one call, which leases all stored keys.
 
-        num_done: how many keys of the same call came before these; it is added to errors.
+        num_done: how many keys of the store's call came before these, for the errors' `num_done`.
         """
         for i, code in enumerate(self._exist(keys)):
             if code == 0:
@@ -315,7 +314,7 @@ class MooncakeStore(Store):
         return len(keys)
 
     def _exist(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Returns 1, 0 or a code for each key."""
+        """Returns for each key 1 if it is stored, 0 if it is not, or an error code."""
         return self._lookup.codes_of(lambda raw: raw.batch_is_exist(list(keys)))
 
     def _size_of(self, key: BlockKey) -> int:
@@ -323,9 +322,9 @@ class MooncakeStore(Store):
         return size
 
     def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:
-        """Returns what the master's HTTP server answers. Raises StoreUnavailable."""
+        """Returns the answer of the master's HTTP server. Raises StoreUnavailable."""
         address, problem = self._config.master_http, f"more than {most_bytes} bytes"
-        try:  # proxies of the environment lead to other networks
+        try:  # without the environment's proxies, which are for other networks
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"http://{address}{path}", timeout=5.0) as answer:
                 body: bytes = answer.read(most_bytes + 1)

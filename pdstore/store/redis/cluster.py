@@ -1,4 +1,4 @@
-"""OneServer sends commands to a redis server; Cluster sends each to the node that has its key."""
+"""OneServer sends commands to one redis server; Cluster sends each to the node of its key."""
 
 # Decision: docs/decisions/030-redis-fan-out.md
 from __future__ import annotations
@@ -20,24 +20,24 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 """A command's name, the key that it is about, and its other arguments."""
 
 _ROUNDS = 3
-"""Most sends of one command: to the node that had its slot, then to nodes that have it now."""
+"""Maximum number of sends of one command, whose hash slot may move to another node meanwhile."""
 
 _ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
-"""Replies after which another node may have the key. Not a time-out: it cost enough time."""
+"""Errors after which a command is sent to another node; not a time-out, which took long already."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
-"""Replies after which the slot may have another node, or a node again, by the next call."""
+"""Errors after which the next call reads the map of the slots again."""
 
 
 class Address(NamedTuple):
-    """The place of a node."""
+    """The host and port of a node."""
 
     host: str
     port: int
 
 
 class OneServer:
-    """Sends commands, as `Cluster` does, but to one server, or to the master that sentinels name.
+    """Sends all commands to one server, or to the master that sentinels name; used as `Cluster` is.
 
     sentinels: connections to the sentinels.
     """
@@ -58,13 +58,13 @@ class OneServer:
 
 
 class Cluster:
-    """Sends each command to the master of its key's slot; a master gets all its commands at once.
+    """Sends commands to a redis cluster: each master gets all commands for its keys in one go.
 
-    seeds: some nodes of the cluster; one of them must answer the first call.
-    open_pool: returns a pool of connections to a node, none of them connected yet.
+    seeds: some nodes of the cluster; at least one of them must answer the first call.
+    open_pool: returns a pool of connections to a node; the connections are not open yet.
 
-    Any thread may call it. The first call connects, and reads the map of the slots. The map is read
-    again after a reply that shows that it is out of date.
+    Any thread may call it. The first call connects, and reads the map of the hash slots, which says
+    which master has which keys. The map is read again after a reply that shows that it is outdated.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Cluster:
     def ask(self, commands: Sequence[Command]) -> list[object]:
         """Returns a reply for each command; the reply is a RedisError if the command failed.
 
-        Raises RedisError if no node tells the map of the slots.
+        Raises RedisError if no node returns a map of the slots.
         """
         replies: list[object] = [None] * len(commands)
         waiting: Sequence[int] = range(len(commands))
@@ -90,7 +90,7 @@ class Cluster:
             except RedisError:
                 if number == 0:
                     raise
-                break  # the replies have the errors
+                break  # the replies so far are the errors to return
             self._send(commands, waiting, replies, slots)
             waiting = [i for i in waiting if isinstance(replies[i], _ELSEWHERE)]
             if not waiting:
@@ -101,7 +101,7 @@ class Cluster:
 
     def masters(self) -> Sequence[redis.Redis]:
         """Returns a client for each server that keeps keys. Raises RedisError."""
-        slots = self._read_map()  # anew: what is asked of them would not show an old map
+        slots = self._read_map()  # each time: the callers' commands would not show an old map
         return [self._client(address) for address in dict.fromkeys(slots) if address is not None]
 
     def disconnect(self) -> None:
@@ -116,7 +116,7 @@ class Cluster:
         replies: list[object],
         slots: Sequence[Address | None],
     ) -> None:
-        """Asks one node after the other, and fills in the replies."""
+        """Sends the waiting commands to one node after the other; writes into `replies`."""
         parts: dict[tuple[Address, bool], list[int]] = {}
         for i in waiting:
             before, slot = replies[i], key_slot(str(commands[i][1]).encode())
@@ -144,7 +144,7 @@ class Cluster:
         return client
 
     def _read_map(self) -> list[Address | None]:
-        """Returns the master of each slot, from the first node that knows of one."""
+        """Returns the master of each slot, as the first node says that returns any masters."""
         problem: RedisError = redis.ConnectionError("no node of the cluster is known")
         for address in dict.fromkeys([*self._seeds, *self._clients]):
             try:
@@ -153,7 +153,7 @@ class Cluster:
             except RedisError as error:
                 problem = error
                 continue
-            if not told:  # a node that has left the cluster, or was not in it yet
+            if not told:  # the node has left the cluster, or has not joined it yet
                 problem = ClusterDownError("no node serves any slot")
                 continue
             self._map = found = _map_of(told, address)
@@ -162,7 +162,7 @@ class Cluster:
 
 
 def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = False) -> list[object]:
-    """Sends commands in one go; returns the replies, errors among them. Raises RedisError.
+    """Sends commands in one pipeline; returns the replies, some may be errors. Raises RedisError.
 
     asking: True sends ASKING before each command, for a slot that is moving to this node.
     """
@@ -176,7 +176,7 @@ def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = Fal
 
 
 def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
-    """Returns the master of each slot from a node's reply, which may leave out its own host."""
+    """Returns the master of each slot from the reply of a node, which may omit the node's host."""
     found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for start, end, (host, port, *_), *_ in told:
         address = Address(host.decode() if host else asked.host, port)

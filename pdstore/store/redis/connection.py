@@ -1,4 +1,4 @@
-"""Connections to redis servers from a store URL; redis-py's errors turned into StoreErrors."""
+"""Opens connections to a URL's redis servers; turns redis-py's errors into StoreErrors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PORT, _SENTINEL_PORT = 6379, 26379
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # not about one key
 _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
-    # redis-py's errors, the special ones first; ReadOnlyError: a master became a replica
+    # redis-py's errors, subclasses first; after a ReadOnlyError, a master has become a replica
     (AuthenticationError, AuthorizationError, NoPermissionError): StoreDenied,
     (OutOfMemoryError,): StoreFull,
     (redis.TimeoutError,): StoreTimeout,
@@ -72,22 +72,22 @@ _REMEDIES = {
         "see user and password in PDSTORE_STORE: a password alone is {scheme}://:PASSWORD@{host}"
     ),
 }
-"""Remedies, by words in an error of redis-py or of a server."""
+"""Remedies, each under words that the text of an error of redis-py or of a server contains."""
 
 Servers: TypeAlias = OneServer | Cluster
 
 
 def _parts_of(scheme: str) -> tuple[bool, str]:
-    """Returns whether a scheme speaks TLS, and its kind: `valkeys+cluster` is TLS to a cluster.
+    """Returns whether a URL scheme means TLS, and its kind: `valkeys+cluster` is TLS to a cluster.
 
-    Valkey speaks redis' protocol: its schemes are other names for redis' schemes.
+    Valkey uses redis' protocol, so its schemes are other names for redis' schemes.
     """
     name, _, kind = scheme.partition("+")
     return name in ("rediss", "valkeys"), kind
 
 
 def open_servers(url: StoreURL) -> Servers:
-    """Returns the server or servers of a URL, not connected yet. Raises ConfigError."""
+    """Returns the server or cluster of a URL without connecting to it. Raises ConfigError."""
     is_tls, kind = _parts_of(url.scheme)
     options = {**_options(url), **(_tls(url) if is_tls else {})}
     kinds = {"unix": _by_socket, "cluster": _cluster, "sentinel": _by_sentinel}
@@ -99,7 +99,7 @@ def open_servers(url: StoreURL) -> Servers:
 
 
 def _options(url: StoreURL) -> dict[str, Any]:
-    # keeps redis-py from sending CLIENT SETINFO, which few users may send
+    # so redis-py sends no CLIENT SETINFO, which few redis users are allowed to send
     old = {"lib_name": None, "lib_version": None}
     driver = {"driver_info": None} if hasattr(redis, "DriverInfo") else old
     return {
@@ -112,7 +112,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
         "protocol": 2,
         "redis_connect_func": _connect_and_ping,
         "max_connections": 4096,
-        # an installed hiredis reads twice as fast, but would copy what is sent
+        # if hiredis is installed, it reads twice as fast, but it would copy the values of a SET
         "command_packer": PythonRespSerializer(256 << 10, _encode),
         **driver,
     }
@@ -175,26 +175,26 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
 
 
 def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
-    """Returns the URL's hosts, and takes all but the first out of the URL."""
+    """Returns the hosts of the URL, and empties `url.more_hosts`."""
     others, url.more_hosts = url.more_hosts, ()
     found = [Address(host, of_host or port) for host, of_host in others]
     return [Address(url.host or "localhost", url.port or port), *found]
 
 
 def error_of(label: str, error: object, key: object, num_done: int) -> StoreError:
-    """Returns the store's error for the error of redis-py, or the reply, that ended a call."""
+    """Returns the StoreError for redis-py's error or for the unexpected reply that ended a call."""
     if not isinstance(error, RedisError):
         said = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
         return StoreError(said, num_done=num_done, remedy=_OTHER_SERVER)
     if isinstance(error, _OF_A_CLUSTER) and "+cluster://" not in label:
         remedy = "it is a node of a cluster: write redis+cluster:// or valkey+cluster://"
         return StoreError(f"{label}: {error}", num_done=num_done, remedy=remedy)
-    if str(error).startswith("WRONGTYPE"):  # a list, a hash: removed like other corrupt values
+    if str(error).startswith("WRONGTYPE"):  # the key has a list or a hash: the caller removes it
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
     remedy = _remedy(label, error)
     about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    words = str(error).partition(" : <")[0].rstrip(". ")  # without the objects redis-py appends
+    words = str(error).partition(" : <")[0].rstrip(". ")  # cuts off what redis-py appends
     words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
     said = f"{label}: {words}{about}"
     return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
@@ -202,7 +202,7 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
 
 @contextlib.contextmanager
 def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
-    """Turns redis-py's errors inside into StoreErrors, also its errors about unreadable replies."""
+    """Turns redis-py's errors in a `with` into StoreErrors, also those about unreadable replies."""
     try:
         yield
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -210,7 +210,7 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
 
 
 def _remedy(label: str, error: RedisError) -> str:
-    """Returns what to change; an empty text if the error does not tell."""
+    """Returns what the user should change; an empty text if the error does not tell."""
     said = str(error)
     scheme, _, place = label.partition("://")
     place = place.rpartition("@")[2]
@@ -240,9 +240,9 @@ def _encode(argument: str | int | bytes | memoryview) -> bytes | memoryview:
 
 
 def _connect_and_ping(connection: redis.Connection) -> None:
-    """Prepares a new connection, and sends a PING, whose reply is read after all that came before.
+    """Prepares a new connection; sends a PING, and reads all that comes until the PING's reply.
 
-    That may be the error of a server with too many clients, which then hangs up, or the session
+    The server may send an error and hang up, if it has too many clients. It may send the session
     tickets of TLS 1.3, which hiredis would take for a reply to no command.
     """
     connection.on_connect()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from pdstore.store.redis.cluster import Command
 from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
 from pdstore.store.url import StoreURL
 
-_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # small reads are copied while in the CPU's cache
+_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
 _POLICY = "maxmemory-policy"
@@ -26,24 +26,24 @@ _REPLIES: dict[object, type | tuple[type, ...]] = {
     **dict.fromkeys(("EXISTS", "EXPIRE", "STRLEN"), int),
     "GET": (bytes, type(None)),
 }
-"""Types of the replies that are read."""
-_SCAN_KEYS = 1024  # that one command looks at while all other clients wait
+"""The type that the reply to a command must have, by the command's name."""
+_SCAN_KEYS = 1024  # one SCAN visits so many keys while all other clients wait
 
 
 class RedisStore(Store):
     """`redis://user:password@host:port/db`, `rediss://`, a socket, a cluster, a sentinel's master.
 
-    `valkey://` means the same. A cluster spreads a prompt's values over its nodes, and a call asks
-    each node once.
+    `valkey://` means the same. A cluster spreads a prompt's values over its nodes. A call sends all
+    commands for one node together.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
-    `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match is a lease only if the server does not
+    `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match gives a lease only if the server does not
     evict (`maxmemory-policy noeviction`); the first match asks the server for its policy. For a
     server that evicts, use a `volatile-` policy, so that the pool's id stays.
 
-    The user must be allowed GET, SET, EXISTS, EXPIRE, UNLINK and PING; CLUSTER SLOTS in a cluster;
-    SCAN for `clear`; CONFIG GET for leases; and for listings MEMORY USAGE, OBJECT IDLETIME, STRLEN
-    and INFO.
+    The redis user must be allowed GET, SET, EXISTS, EXPIRE, UNLINK and PING; CLUSTER SLOTS in a
+    cluster; SCAN for `clear`; CONFIG GET for leases; and for listings MEMORY USAGE, OBJECT
+    IDLETIME, STRLEN and INFO.
     """
 
     def __init__(self, label: str, servers: Servers, settings: Settings) -> None:
@@ -91,7 +91,7 @@ class RedisStore(Store):
         return n
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Asks for all keys in one round trip; renews no lease."""
+        """Searches for all keys in one round trip; renews no lease."""
         self._enter(keys)
         return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
@@ -124,12 +124,12 @@ class RedisStore(Store):
         list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
-        """Forgets a namespace. A value stored meanwhile goes only if the scan still meets it."""
+        """Forgets a namespace. A value put during the scan stays if the scan does not meet it."""
         for page in self._pages(prefix_of(namespace)):
             list(self._replies([("UNLINK", key) for key in page]))
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        """Lists values with the memory they take: asking for their length would count as a use."""
+        """Lists values and their memory; not their lengths: STRLEN would count as a use of them."""
         seen: set[BlockKey] = set()
         for page in self._pages(prefix):
             new = [key for key in page if key not in seen]
@@ -138,7 +138,7 @@ class RedisStore(Store):
             ages_s = self._ask([("OBJECT IDLETIME", key) for key in new]) if new else []
             for key, size, age_s in zip(new, sizes, ages_s, strict=True):
                 if isinstance(size, int):  # else the value is gone
-                    # under an LFU policy there is no idle time, but an error
+                    # under an LFU policy the reply to OBJECT IDLETIME is an error
                     yield StoredValue(key, size, float(age_s) if isinstance(age_s, int) else None)
 
     def length_of(self, key: BlockKey) -> int | None:
@@ -147,7 +147,7 @@ class RedisStore(Store):
         return length or None  # no value is empty
 
     def room(self) -> Room:
-        """Adds up the room of all servers; there is no limit unless each server has one."""
+        """Adds up the room of all servers; the capacity is None unless each server has a limit."""
         self._lifecycle.check()
         with named_errors(self.label, "INFO"):
             told = [client.info() for client in self._servers.masters()]
@@ -171,7 +171,7 @@ class RedisStore(Store):
         check_call(keys, slots)
 
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
-        """Yields lists of keys with a prefix; a key of an earlier list may come again."""
+        """Yields lists of the keys with a prefix; two lists may contain the same key."""
         self._lifecycle.check()
         pattern = _GLOB.sub(r"\\\g<0>", prefix) + "*"
         with named_errors(self.label, prefix):
@@ -189,12 +189,12 @@ class RedisStore(Store):
     def _replies(self, commands: Sequence[Command], num_done: int = 0) -> Iterator[Any]:
         """Sends commands, one for each key; yields their replies. num_done: the first key's number.
 
-        An error among the replies is raised, as a StoreError, only when its turn comes: so a caller
-        that stops at a missing key meets no error of a later key.
+        Raises the StoreError of a failed command when the caller asks for that command's reply. So
+        a caller that stops at a missing key gets no error of a later key.
         """
         if not commands:
             return
-        kind = _REPLIES.get(commands[0][0], object)  # the commands of a call are alike
+        kind = _REPLIES.get(commands[0][0], object)  # all commands of one call have the same name
         for i, reply in enumerate(self._ask(commands, num_done)):
             cause = reply if isinstance(reply, Exception) else None
             if cause is not None or not isinstance(reply, kind):
@@ -202,7 +202,7 @@ class RedisStore(Store):
             yield reply
 
     def _ask(self, commands: Sequence[Command], num_done: int = 0) -> list[object]:
-        """Returns the servers' replies, errors among them. Raises StoreError if there are none."""
+        """Returns the servers' replies, some may be errors. Raises StoreError if none came."""
         self._lifecycle.check(num_done)
         try:
             with named_errors(self.label, commands[0][1], num_done):
@@ -212,7 +212,7 @@ class RedisStore(Store):
                 self._servers.disconnect()
 
     def _ask_lease_s(self) -> float | None:
-        """Returns the lease that a match gives; None if a server does not answer now."""
+        """Returns the seconds of the lease that a match gives; None if a server does not answer."""
         try:
             with named_errors(self.label, "CONFIG GET"):
                 policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}

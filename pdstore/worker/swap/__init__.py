@@ -28,8 +28,8 @@ def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache
 
     kv_caches: one entry for each of `layout.held_layers`, as `TorchSwap` takes them; kept until
       `close`.
-    Raises ConfigError if the native library is required and missing, LayoutError for tensors that
-    do not fit the layout, DeviceError or SwapError if the device refuses what the engine needs.
+    Raises ConfigError if the native library is required and missing; LayoutError for tensors that
+    do not fit the layout; DeviceError or SwapError if the device refuses a call of the library.
     """
     kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
     device = caches_as_bytes(layout, kv_caches)[layout.held_layers[0]][0].device

@@ -24,12 +24,12 @@ LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockCopy(NamedTuple):
-    """One copy between a part of a stored block in the paged cache and its bytes in host memory.
+    """One copy between a part of a block in the paged cache and the same bytes in host memory.
 
     part: the layers and heads that are copied; one of `Layout.owned_parts`.
-    block_ids: the engine blocks that hold the stored block's tokens, in order.
-    num_tokens: tokens of the stored block; a packed page counts as one token.
-    first_token: scatter leaves the tokens before it alone; a multiple of the engine's block.
+    block_ids: the engine blocks that hold the block's tokens, in order.
+    num_tokens: the number of the block's tokens; a packed page counts as one token.
+    first_token: scatter does not write tokens before it; a multiple of the engine's block size.
     payload: `Layout.payload_bytes(part, num_tokens)` writable bytes of host memory. Any memory will
       do, unless `Swap.registrar` has to pin it.
     """
@@ -42,7 +42,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockCopyPlan(NamedTuple):
-    """The copy path for a part's payloads of `num_tokens` tokens, and the reason."""
+    """The copy path for a part's payloads of `num_tokens` tokens, and why it was chosen."""
 
     part: Part
     num_tokens: int
@@ -71,14 +71,14 @@ class ReadyEvent(Protocol):
 
 
 class _Fired:
-    """An event that needs no wait."""
+    """An event that has fired already."""
 
     def synchronize(self) -> None:
         """Returns at once."""
 
 
 AT_ONCE: ReadyEvent = _Fired()
-"""For `KVPool.load`: nothing that is queued on the device uses the blocks."""
+"""An event for `KVPool.load` if no work that is queued on the device uses the blocks."""
 
 
 class Swap(ABC):
@@ -94,10 +94,10 @@ class Swap(ABC):
     device: torch.device
     num_blocks: int
     device_api: CudaApi | None = None
-    """The calls that put a copying thread on the device; None takes a `CudaApi`."""
+    """The calls that put a copying thread on the device; None means a plain `CudaApi`."""
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns `ready` if the device can wait for it; else waits here and returns None."""
+        """Returns `ready` if the device can wait for it; else waits for it and returns None."""
         if ready is not None:
             ready.synchronize()
         return None
@@ -129,15 +129,15 @@ class Swap(ABC):
 
     @property
     def registrar(self) -> Registrar | None:
-        """Pins the memory that payloads must lie in; None if any memory will do."""
+        """The object that pins the memory that payloads must lie in; None if any memory will do."""
         return None
 
     @abstractmethod
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
-        """Returns the path of each part's blocks: to the host in a save, back in a load."""
+        """Returns the copy path of each part's blocks for copies of one direction."""
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """A context in which the calling thread disturbs no other thread's graph capture."""
+        """Returns a context in which its thread disturbs no other thread's graph capture."""
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - TorchSwap has nothing to free
@@ -145,13 +145,13 @@ class Swap(ABC):
 
 
 def _nothing() -> None:
-    """Waits for a copy that has ended."""
+    """Does nothing: the wait for a copy that has ended already."""
 
 
 def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """Views the caches as `layout.cells` describes them: one head's packed page as one token.
+    """Views the caches as `layout.cells` describes them: a packed page of one head as one token.
 
-    Returns `kv_caches` unchanged for a layout without packed pages.
+    Returns `kv_caches` unchanged if the layout has no packed pages.
     Raises LayoutError for a page that is not contiguous.
     """
     if layout.page is None:
@@ -175,7 +175,7 @@ def caches_as_bytes(
 ) -> dict[int, tuple[torch.Tensor, ...]]:
     """Returns byte views of the cache tensors of each layer on this rank, by the layer's number.
 
-    Raises LayoutError if they do not fit.
+    Raises LayoutError if the tensors do not fit the layout.
     """
     held = layout.held_layers
     if len(kv_caches) != len(held):
@@ -213,8 +213,8 @@ class TorchSwap(Swap):
     """Block copies by torch, on any device.
 
     kv_caches: for each layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels]
-      or a pair (K, V) of such tensors. The channels of one tensor are K then V; for MLA they are
-      the latent. The last stride must be 1; the others may be any.
+      or a pair (K, V) of such tensors. The channels of a single tensor are K and then V; for MLA
+      they are the latent. The last stride must be 1; the other strides may have any value.
     Raises LayoutError for a tensor that does not fit the layout.
     """
 
@@ -255,7 +255,7 @@ class TorchSwap(Swap):
                 if copy.num_tokens > max(whole, first) * step:
                     rest = payload[whole * step :].to(self.device)
                     cache[ids[whole], : len(rest), heads] = rest
-        if self.device.type == "cuda":  # the writes above are only queued
+        if self.device.type == "cuda":  # there the writes above are queued, and may not have run
             torch.cuda.current_stream(self.device).synchronize()
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
@@ -263,7 +263,7 @@ class TorchSwap(Swap):
         return [BlockCopyPlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
 
     def _layers(self, copy: BlockCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each cache tensor of the part's layers, with its payload as [token, head, bytes]."""
+        """Returns each cache tensor of the part's layers with its [token, head, bytes] payload."""
         layers = self._layout.groups[copy.part.group]
         heads = len(self._layout.heads_of(copy.part))
         width = sum(t.shape[3] for t in self._caches[layers[0]])

@@ -1,4 +1,4 @@
-"""NativeSwap: block copies by libpdstore."""
+"""NativeSwap: block copies by pdstore's native library, libpdstore."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
 
 Packed: TypeAlias = tuple[bytes, bytes]
-"""Copies as the engine's items and block ids; the memory of their payloads must stay alive."""
+"""Block copies as items and block ids of the library; their payloads' memory must stay alive."""
 
 
 class RelaxedCudaApi(CudaApi):
-    """Puts threads on a device in the mode that disturbs no other thread's graph capture."""
+    """Puts threads on a device, in a mode that disturbs no other thread's graph capture."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -56,7 +56,7 @@ class NativeSwap(Swap):
     """Block copies by the native engine, on one GPU or in host memory. Any thread may call it.
 
     kv_caches: as `TorchSwap` takes them; kept until `close`.
-    path, sizes: force a path and set fields of `abi.Options`, for tests and benchmarks.
+    path, sizes: a copy path, and values for fields of `abi.Options`; for tests and benchmarks.
     On a GPU, payloads must lie in memory that `register` pinned or `add_host` added.
     Raises LayoutError, DeviceError or SwapError.
     """
@@ -94,11 +94,11 @@ class NativeSwap(Swap):
 
     @property
     def engine(self) -> Engine:
-        """The library's engine, for other calls that copy with it."""
+        """The library's engine, for other calls of the library that copy blocks with it."""
         return self._engine
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
-        """Returns a CUDA event, for which the device waits; blocks for any other event."""
+        """Returns `ready` if it is a CUDA event for the device; else waits for it, returns None."""
         if ready is None:
             return None
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
@@ -124,9 +124,9 @@ class NativeSwap(Swap):
         stream: int = FOLLOW_NOTHING,
         ready: int = 0,
     ) -> Ticket:
-        """Starts a copy; the cache's blocks and the payloads must stay as they are until its end.
+        """Starts a copy; nobody may change the cache's blocks or the payloads before its end.
 
-        stream: handle of a CUDA stream; the copy begins after the work it has queued.
+        stream: handle of a CUDA stream; the copy begins after the work queued on the stream.
         ready: handle of a CUDA event that the copy waits for; it must live until the copy has
           ended.
         Raises SwapError if the stream is being captured into a graph.
@@ -134,7 +134,7 @@ class NativeSwap(Swap):
         return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
 
     def pack(self, direction: Direction, copies: Sequence[BlockCopy]) -> Packed:
-        """Packs copies for `submit`, which may be called with them more than once."""
+        """Packs copies for `submit`; a pack may be submitted several times."""
         if not copies:
             return b"", b""
         parts, block_ids, num_tokens, first_tokens, payloads = zip(*copies, strict=True)
@@ -157,7 +157,7 @@ class NativeSwap(Swap):
     ) -> Packed:
         """Packs copies that are given as columns; the parts must be owned by this rank.
 
-        payloads: addresses; 0 for a call of the library that sets the addresses itself.
+        payloads: the payloads' addresses; 0 if the library's call sets the addresses itself.
         """
         items = self.pack_items(payloads, parts, num_tokens, first_tokens, map(len, block_ids))
         return items, array("q", chain.from_iterable(block_ids)).tobytes()
@@ -181,7 +181,7 @@ class NativeSwap(Swap):
     def submit(
         self, direction: Direction, packed: Packed, *, stream: int = FOLLOW_NOTHING, ready: int = 0
     ) -> Ticket:
-        """Starts packed copies; see `start`."""
+        """Starts packed copies; `start` describes the arguments."""
         way = int(direction is Direction.LOAD)
         return self._engine.submit(way, *packed, stream=stream, ready=ready)
 
@@ -203,7 +203,7 @@ class NativeSwap(Swap):
         self.add_host(address, num_bytes)
 
     def unregister(self, address: int) -> None:
-        """Unpins the range that was registered at this address; no copy may use it any more."""
+        """Unpins the range registered at this address; no copy may use it, now or later."""
         self._library.unregister(self._ordinal, address)
 
     def add_host(self, address: int, num_bytes: int) -> None:
@@ -211,7 +211,7 @@ class NativeSwap(Swap):
         self._engine.add_host(address, num_bytes)
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
-        """Returns the paths of a whole block and of a tail of one token, for each part."""
+        """Returns for each part the copy path of a whole block and of a tail of one token."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
             BlockCopyPlan(
@@ -233,12 +233,12 @@ class NativeSwap(Swap):
         self._engine.close()
 
     def handle_of(self, ready: ReadyEvent | None) -> int:
-        """Returns a CUDA event's handle; blocks for any other event and returns 0."""
+        """Returns the handle of a CUDA event; waits for any other event and returns 0."""
         event = self.to_follow(ready)
         return int(event.cuda_event) if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
 
     def finish(self, ticket: Ticket) -> None:
-        """Waits for a copy without a time limit: until its end the device may use the payloads."""
+        """Waits for a copy without a time limit: the device may use the payloads until its end."""
         while not ticket.wait(_WAIT_S):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 
@@ -250,7 +250,7 @@ class NativeSwap(Swap):
         )
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
-        """Returns the part's cache tensors, each from the part's first head on; K before V."""
+        """Returns the cache tensors of a part, each from the part's first head on; K before V."""
         first_head = self._layout.heads_of(part).start
         regions = []
         for n, layer in enumerate(self._layout.groups[part.group]):
