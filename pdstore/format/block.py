@@ -68,7 +68,6 @@ def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bo
     """Returns whether a value of the right length is right; it is quicker than `verify`.
 
     start: the result of `start_of` for the expected header.
-    computed: the value's `checksum` if the caller knows it; None to compute it.
     """
     if value[:START_BYTES] != start:
         return False

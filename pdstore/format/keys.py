@@ -53,9 +53,7 @@ class Part(NamedTuple):
 
 
 def prefix_of(namespace: str) -> str:
-    """Returns the text with which all keys of a namespace begin, and no other keys.
-
-    namespace: as `Namespace.hex` gives it.
+    """Returns the text that begins the keys of a namespace (`Namespace.hex`) and no other keys.
 
     Raises ValueError for anything but 32 lower-case hex digits.
     """
@@ -234,8 +232,7 @@ class PromptKeys:
     def named(cls, namespace: Namespace, hashes: Sequence[bytes]) -> PromptKeys:
         """Returns the names of full blocks from prefix hashes that the engine has computed.
 
-        hashes: a prefix hash of HASH_BYTES for each block. Blocks with equal hashes must have equal
-          tokens, and equal tokens before them.
+        hashes: a prefix hash of HASH_BYTES for each block, which no other prefix may have.
         """
         keys = cls(namespace)
         keys._full = list(hashes)

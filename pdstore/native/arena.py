@@ -186,10 +186,7 @@ class NativeArena:
         return age.value / 1e9 if age.value >= 0 else None
 
     def make_room(self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]) -> bool:
-        """Evicts values, even leased ones, until these have room; returns whether they have it.
-
-        Evicts only blocks and tails, and none of those that are stored under `keys`.
-        """
+        """Evicts blocks and tails, even leased ones, until these values have room; False if not."""
         values = joined(keys), kinds, (c_int64 * len(keys))(*sizes), len(keys)
         code = self._calls.pds_arena_make_room(self._handle, *values)
         if code != abi.Code.FULL:
@@ -221,9 +218,7 @@ class NativeArena:
         addresses: Sequence[int],
         sizes: Sequence[int],
     ) -> int:
-        """Copies values into the arena; returns how many leading values it then has.
-
-        A value whose key is stored already counts, but is not copied.
+        """Copies in values that are not stored yet; returns how many leading ones are stored now.
 
         memory: the address where this process maps the arena's values.
         """
@@ -237,10 +232,7 @@ class NativeArena:
     def get(
         self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """Copies values out of the arena; returns how many leading values it copied.
-
-        memory: the address where this process maps the arena's values.
-        """
+        """Copies values out of the arena; returns how many leading values it copied."""
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_get(
@@ -284,10 +276,7 @@ class NativeArena:
         return None if code else Ticket(self.library, handle)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
-        """Returns how many leading values stayed in place, and how many leading ones were right.
-
-        A value stayed in place if its slot has held it ever since `start_scatter`. It was right if
-        its header and checksum fitted the bytes that were copied.
+        """Returns how many leading values have kept their slots, and how many were copied right.
 
         copies: a ticket of `start_scatter` whose copies have ended.
         """
