@@ -6,7 +6,7 @@
     key id    the first 8 bytes of sha256("pdstore seal key id" | seal key)
     run key   HKDF-SHA256(seal key, no salt, "pdstore run key" | run), 32 bytes
     nonce     zeros, 4 | number
-    bound in  head | the text of the value's key (associated data)
+    with it authenticated: head | the text of the value's key (associated data)
 
 A run is the random name of one writer. The writer numbers the values that it encrypts. So a run key
 is never used twice with the same nonce, even if many writers share a seal key.

@@ -149,7 +149,7 @@ def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: J
     """
     rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        others["max_model_len"] = max_model_len  # it selects the factors of K's rotation
+        others["max_model_len"] = max_model_len  # LongRoPE chooses K's rotation by it
     return canonical({**fields, **others})
 
 
@@ -309,7 +309,7 @@ class PromptKeys:
             assert self._tail is not None
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
-        return cast("list[BlockKey]", keys)  # calling the NewType would cost a call per key
+        return cast("list[BlockKey]", keys)  # cheaper than to call BlockKey for each key
 
     def _extend(self, token_bytes: bytes) -> PromptKeys:
         token_bytes = self._rest + token_bytes

@@ -374,7 +374,7 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "hash": "sha256",
         "salt": None if salt is None else sha256(salt.encode()).hexdigest(),
     }
-    if settings.seal_key_file is not None:  # else no field, so that older namespaces stay the same
+    if settings.seal_key_file is not None:  # else no such field, so older namespaces stay valid
         fields["seal"] = "aes-256-gcm"
     return fields
 

@@ -18,7 +18,7 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WHOLE_UP_TO = 1 << 30
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES_PER_FILE = 1024
-_LEAST_SAMPLES = 2  # of a tensor: its first and its last bytes
+_LEAST_SAMPLES = 2  # a tensor's first bytes and its last bytes
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors: github.com/huggingface/safetensors
 _READ_BYTES = 1 << 20
 

@@ -1,4 +1,4 @@
-"""Lookup: asks what the pool has of a prompt. Match: the answer. LookupQueue: ends lookups."""
+"""Lookup: asks what the pool has of a prompt. Match: the answer. LookupQueue: finds answers."""
 
 # Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Match:
     def following(cls, keys: PromptKeys, handoff: Handoff) -> Match:
         """Returns the match of a hand-off that P still saves: the blocks that P and D share."""
         theirs, ours = handoff.num_tokens, keys.num_tokens
-        if theirs is not None and theirs != ours:  # then the tails differ
+        if theirs is not None and theirs != ours:  # the tails differ; full blocks are shared
             keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
         return cls(keys, keys.num_tokens, None, follow=handoff.id)
 
@@ -100,7 +100,7 @@ class Lookup:
         self._ended = threading.Event()
 
     def poll(self) -> Match | None:
-        """Returns the match; None if the lookup has not ended. Never blocks, keeps the deadline."""
+        """Returns the match; None until the lookup has ended or its time is up. Never blocks."""
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
         return self._answers[0] if self._answers else None
@@ -122,7 +122,7 @@ class Lookup:
         """Ends the lookup with this match, unless it has ended before."""
         if self._answers:
             return
-        self._answers.append(found)  # atomic, so one of several threads is the first
+        self._answers.append(found)  # atomic: one thread's match is the first for all threads
         if self._answers[0] is found:
             self._ended.set()
             self._count(found)
@@ -145,7 +145,7 @@ class LookupQueue:
     def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
         self._find = find
         self._patience_s = patience_s
-        self._call_deadline: Deadline | None = None  # while a call runs
+        self._call_deadline: Deadline | None = None  # None while no call runs
         self._lookups: deque[Lookup] = deque()
         self._thread = Ticker("pdstore-lookups", self._turn)
 

@@ -62,7 +62,7 @@ class MismatchLog:
         self._next = Deadline(0.0)
 
     def warn(self, message: str, about: str | None = None) -> None:
-        """Logs a message if its time has come. Messages with equal `about` count as the same."""
+        """Logs a message unless it is too soon. Messages with equal `about` count as the same."""
         last = self._said.get(about or message)
         if (last is not None and not last.is_over()) or not self._next.is_over():
             return
@@ -163,7 +163,7 @@ class Mismatches:
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads."""
         if self._reader is not None:
-            self._reader.stop(0.1)  # it may read for minutes, and holds no resource
+            self._reader.stop(0.1)  # the thread may read files for minutes; it holds no lock
         self._pool_thread.stop(timeout_s)
 
     def check_roles(self, params: Mapping[str, Json] | None, *, is_prefill: bool) -> None:

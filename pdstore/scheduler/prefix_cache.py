@@ -135,7 +135,7 @@ class PrefixCacheManager:
         return self._start(keys, params, follows=True)
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
-        """Keeps how saves ended (`JobResult.reason`) for P's next answers. Any thread may call."""
+        """Records how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
             if reason not in (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED):
                 self._last_save = reason and reason.value

@@ -91,7 +91,7 @@ class CallTests:
         assert_stored(store, keys, values)
 
     def test_the_ith_value_goes_with_the_ith_slot_and_no_byte_beside_it(self, store: Store) -> None:
-        keys = tuple(fresh_keys(4))  # keys may be any sequence
+        keys = tuple(fresh_keys(4))  # a tuple, because keys may be any sequence
         values = [content(key, size) for key, size in zip(keys, (SIZE, 100, 1, 7), strict=True)]
         assert store.put(keys, filled_slots(values, slot_bytes=SIZE, numbers=(6, 0, 3, 1))) == 4
         assert store.match(keys) == 4
