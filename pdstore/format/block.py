@@ -1,4 +1,4 @@
-"""Stored values: a 64-byte header, then the payload; sealed before put, verified after get."""
+"""The bytes of a stored value: a 64-byte header, then the payload; seals and verifies values."""
 
 # Decision: docs/decisions/001-pool-verifies.md
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAGIC = b"PDSB"
 _HEADER = struct.Struct("<4sBBHHHIQ16s16sQ")
 _SUM = struct.Struct("<Q")
 START_BYTES = HEADER_BYTES - _SUM.size
-"""Length of `start_of`: the header without the checksum, which follows it."""
+"""Length of what `start_of` returns: a header without the checksum at its end."""
 
 
 class Header(NamedTuple):
-    """The header of a value. Every field is compared with what the value's key asks for."""
+    """The header of a value. `verify` compares every field with the header that a key asks for."""
 
     flags: int
     group: int
@@ -34,7 +34,7 @@ class Header(NamedTuple):
     num_tokens: int
     payload_bytes: int
     namespace: bytes  # 16 bytes
-    prefix_hash: bytes  # 16 bytes; of a marker: the hand-off's id or the instance's
+    prefix_hash: bytes  # 16 bytes; in a marker: the id of a hand-off or of an instance
 
 
 def start_of(header: Header) -> bytes:
@@ -43,31 +43,31 @@ def start_of(header: Header) -> bytes:
 
 
 def header_of(start: bytes) -> Header:
-    """Returns the header that `start_of` packed."""
+    """Returns the header whose first 56 bytes are `start`, as `start_of` made them."""
     return Header(*_HEADER.unpack(start + bytes(8))[2:-1])
 
 
 def seal(value: memoryview, header: Header) -> None:
-    """Writes the header, with the checksum, in front of a payload that is in place.
+    """Writes the header and its checksum into a value whose payload is written already.
 
-    value: HEADER_BYTES + header.payload_bytes long.
+    value: memory of HEADER_BYTES + header.payload_bytes bytes.
     """
     value[:START_BYTES] = start_of(header)
     write_checksum(value)
 
 
 def write_checksum(value: memoryview, computed: int | None = None) -> None:
-    """Writes the checksum of a value whose other bytes are all there.
+    """Writes the checksum into a value whose other bytes are written already.
 
-    computed: the `checksum` of these very bytes, where it is known already.
+    computed: the value's `checksum` if the caller knows it; None to compute it.
     """
     _SUM.pack_into(value, START_BYTES, checksum(value) if computed is None else computed)
 
 
 def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bool:
-    """True if `verify` would accept a value of the right length; it is quicker than `verify`.
+    """Returns whether a value of the right length is right; it is quicker than `verify`.
 
-    start: `start_of` the expected header.
+    start: the result of `start_of` for the expected header.
     """
     if value[:START_BYTES] != start:
         return False
@@ -78,8 +78,8 @@ def is_right(value: memoryview, start: bytes, computed: int | None = None) -> bo
 def verify(value: memoryview, expected: Header, computed: int | None = None) -> Reason | None:
     """Returns why this value must not be used, or None if it may be.
 
-    CORRUPT: the value is damaged. FOREIGN: it is whole, but belongs to another key.
-    computed: the `checksum` of these very bytes, where it is known already.
+    CORRUPT: the value is damaged. FOREIGN: the value is undamaged, but belongs to another key.
+    computed: the value's `checksum` if the caller knows it; None to compute it.
     """
     header = read_header(value, computed)
     if header is None:
@@ -88,7 +88,7 @@ def verify(value: memoryview, expected: Header, computed: int | None = None) -> 
 
 
 def read_header(value: memoryview, computed: int | None = None) -> Header | None:
-    """Returns the header of a value, whatever its key; None if the value is damaged."""
+    """Returns a value's header, compared with no key's; None if the value is damaged."""
     if len(value) < HEADER_BYTES:
         return None
     magic, version, *fields, stored = _HEADER.unpack_from(value)
@@ -99,12 +99,12 @@ def read_header(value: memoryview, computed: int | None = None) -> Header | None
 
 
 def checksum(value: memoryview) -> int:
-    """Returns the xxh3_64 of the header without its checksum and of the payload's digests.
+    """Returns a value's checksum: the xxh3_64 of the header's first 56 bytes and of digests.
 
-    A digest is the xxh3_64 of one chunk: CHUNK_BYTES of the payload. The last chunk is filled up
-    with zeros. The payload's length follows the digests. Each digest and the length have eight
-    bytes, little-endian; a value without a payload has neither. A GPU can compute the checksum
-    because the chunks' digests can be computed in parallel.
+    Each digest is the xxh3_64 of CHUNK_BYTES of the payload. For its digest, a shorter last chunk
+    is filled up with zeros. The payload's length is added behind the digests. Each digest takes
+    eight bytes, little-endian, and so does the length. If the payload is empty, no digest and no
+    length are added. A GPU can compute the digests of all chunks in parallel.
     """
     payload = value[HEADER_BYTES:]
     chunks = [payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES)]

@@ -6,11 +6,11 @@
     key id    the first 8 bytes of sha256("pdstore seal key id" | seal key)
     run key   HKDF-SHA256(seal key, no salt, "pdstore run key" | run), 32 bytes
     nonce     zeros, 4 | number
-    bound in  head | the text of the value's key (associated data)
+    with it authenticated: head | the text of the value's key (associated data)
 
-A run is the random name of one writer, which numbers the values that it encrypts. So no run key is
-used with one nonce twice, however many writers share a seal key. `tests/format/test_block.py` fixes
-the format.
+A run is the random name of one writer. The writer numbers the values that it encrypts. So a run key
+is never used twice with the same nonce, even if many writers share a seal key.
+`tests/format/test_block.py` fixes the format.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _VERSION = 1
 _HEAD = struct.Struct("<4sB3x8s16sQ")
 ENVELOPE_BYTES = _HEAD.size + _TAG_BYTES
 """Bytes that an envelope adds to its value."""
-_MOST_RUNS = 1024  # run keys that are remembered: a pool has few writers
+_MOST_RUNS = 1024  # maximum number of run keys in memory; a pool has fewer writers
 
 
 class Envelopes:
-    """Encrypts values, and decrypts what a holder of the same seal keys has encrypted.
+    """Encrypts values, and decrypts envelopes that were made with one of its seal keys.
 
     Any thread may call it.
 
-    keys: seal keys of SEAL_KEY_BYTES; the first encrypts, and all of them decrypt.
-    run: the name of this writer, which must be new; None takes a random one.
+    keys: seal keys of SEAL_KEY_BYTES each. The first one encrypts; every one may decrypt.
+    run: a name for this writer that no writer has had before; None makes a random name.
     """
 
     added_bytes = ENVELOPE_BYTES
@@ -64,7 +64,7 @@ class Envelopes:
         self._run_key = lru_cache(_MOST_RUNS)(self._derive)
 
     def encrypt(self, key: BlockKey, value: memoryview, envelope: memoryview) -> None:
-        """Writes the envelope of a value; it is ENVELOPE_BYTES longer than the value."""
+        """Encrypts `value` into `envelope`, which is ENVELOPE_BYTES longer."""
         number = next(self._numbers)
         head = _HEAD.pack(_MAGIC, _VERSION, self.key_id, self._run, number)
         envelope[: _HEAD.size] = head
@@ -72,10 +72,11 @@ class Envelopes:
         cipher.encrypt_into(_nonce(number), value, head + key.encode(), envelope[_HEAD.size :])
 
     def decrypt(self, key: BlockKey, envelope: memoryview, value: memoryview) -> Reason | None:
-        """Writes the value of an envelope. Returns why it must not be used, or None if it may be.
+        """Decrypts `envelope` into `value`. Returns why `value` must not be used, else None.
 
-        OTHER_SEAL: an envelope of another seal key or version. FORGED: no envelope, or one that was
-        not encrypted for this `key`. In both cases `value` may hold anything.
+        OTHER_SEAL: the envelope has another version, or none of these seal keys made it. FORGED:
+        the bytes are no envelope, or were changed, or were encrypted for another `key`. In all
+        these cases `value` may hold any bytes.
         """
         head = bytes(envelope[: _HEAD.size])
         magic, version, key_id, run, number = _HEAD.unpack(head)
@@ -96,7 +97,7 @@ class Envelopes:
 
 
 def seal_key_id(key: bytes) -> bytes:
-    """Returns the name of a seal key in envelopes; it tells nothing about the key."""
+    """Returns the name of a seal key in envelopes, from which nobody can compute the key."""
     return hashlib.sha256(b"pdstore seal key id" + key).digest()[:8]
 
 

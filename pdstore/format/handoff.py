@@ -1,11 +1,11 @@
-"""Hand-offs from P to D: their names and markers, what P's answer says of them, and P's beats.
+"""Hand-offs from P to D: their ids, markers and fields in P's answer, and the beats of P.
 
-The client waits for P's answer. So the answer says only what P knows without asking a store or
-reading a file: the name of the last block, how P's last save ended, and a digest of P's weights
-that a thread has made before.
+The client waits for P's answer. So the answer has only fields that P knows without asking a store
+or reading a file: for example the prefix hash of the last block, how P's last save ended, and a
+digest of the files of P's weights that a thread computed earlier.
 
-Beats show that the instance that saves a hand-off is alive. The instance stores beat n under the
-key number n modulo RING, and then removes the beats before beat n - 1.
+An instance stores a beat every PERIOD_S while it saves hand-offs, to show that it is alive. It
+stores beat n under key n modulo RING, and then removes all beats that are older than beat n - 1.
 """
 
 # Decision: docs/decisions/011-markers.md
@@ -24,22 +24,22 @@ from pdstore.format.keys import HASH_BYTES, BlockKey, Json, Namespace, PromptKey
 
 _NAME = "pdstore"
 _HEX = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
-_ID = "attempt"  # the wire name of the hand-off's id
+_ID = "attempt"  # the name of the hand-off's id in `kv_transfer_params`
 RING = 4
 PERIOD_S = 1.0
-"""Seconds between two beats. A hand-off that is saved in less time costs no beat."""
+"""Seconds between two beats. Most hand-offs that are saved in less time cost no beat."""
 SILENCE_S = 1.35
 """Seconds without a beat after which an instance counts as dead."""
-_MOST_GAP_S = 0.6  # between two answers; a longer gap says nothing about the time in it
+_MOST_GAP_S = 0.6  # maximum time between two answers of the store that may count as silence
 
 
 class HandoffId(NamedTuple):
-    """The random 128-bit name of one hand-off; never a request id, which may come twice.
+    """The random 128-bit name of one hand-off; not a request's id, which may be used twice.
 
     instance: the random id of the instance that saves the hand-off; it is in the keys of that
       instance's beats (`beat_key`). None if the instance is not known or does not beat.
-    is_doubtful: True if the instance's last save fell short, so that it stores `started` for this
-      hand-off.
+    is_doubtful: True if the instance could not store all of its last save. For such a hand-off it
+      stores the marker `started`.
     """
 
     hex: str
@@ -48,40 +48,40 @@ class HandoffId(NamedTuple):
 
     @classmethod
     def new(cls, instance: str | None = None) -> HandoffId:
-        """Returns a new name, of a hand-off that this instance saves."""
+        """Returns a new random name for a hand-off that `instance` saves."""
         return cls(new_id(), instance)
 
     def started(self, namespace: Namespace) -> BlockKey:
-        """Returns the key that is stored when P has begun to save the prompt."""
+        """Returns the key of the marker that P stores when it begins to save the prompt."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:started")
 
     def done(self, namespace: Namespace, shard: int) -> BlockKey:
-        """Returns the key that is stored when a shard of the prompt is durable."""
+        """Returns the key of the marker that P stores when a shard of the prompt is durable."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:done")
 
     def stage_done(self, namespace: Namespace, shard: int, stage: int) -> BlockKey:
-        """Returns the key that P stores when one pipeline stage of a shard is durable.
+        """Returns the key of the marker that P stores when one stage of a shard is durable.
 
-        Only P's stages look for it: the last stage to end stores `done`.
+        Only P's own stages read this marker. A stage that finds those of all stages stores `done`.
         """
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:{shard}:stage{stage}")
 
     def failed(self, namespace: Namespace) -> BlockKey:
-        """Returns the key that P stores when a shard will not be saved."""
+        """Returns the key of the marker that P stores when a shard will not be saved."""
         return BlockKey(f"pds1:{namespace.hex}:handoff:{self.hex}:0:failed")
 
     def started_marker(self, namespace: Namespace, num_shards: int, num_tokens: int) -> Header:
-        """Returns the value under `started`: it names P's instance, which a router cannot know."""
+        """Returns the header to store under `started`; D reads from it the id of P's instance."""
         named = HandoffId(self.instance or self.hex)
         return named.marker(namespace, 0, num_shards, num_tokens)
 
     def instance_of(self, started: Header) -> str | None:
-        """Returns the id of the instance that put this `started`; None if it does not beat."""
+        """Returns the id of the instance that stored `started`; None if it stores no beats."""
         named = started.prefix_hash.hex()
         return None if named == self.hex else named
 
     def marker(self, namespace: Namespace, shard: int, num_shards: int, num_tokens: int) -> Header:
-        """Returns the value under every marker but `started`: a header without a payload."""
+        """Returns the header that is the whole value of a `done`, `stage` or `failed` marker."""
         return Header(
             flags=FLAG_MARKER,
             group=0,
@@ -95,7 +95,7 @@ class HandoffId(NamedTuple):
 
 
 def new_id() -> str:
-    """Returns a random id of 128 bits, in hex: of a hand-off or of an instance."""
+    """Returns a random 128-bit id in hex, for a hand-off or for an instance."""
     return secrets.token_hex(HASH_BYTES)
 
 
@@ -103,15 +103,16 @@ def new_id() -> str:
 class Handoff:
     """The content of `kv_transfer_params["pdstore"]`.
 
-    P's answer has all fields. A router that asks P and D at the same time sends only the id.
+    P's answer has all fields that P knows. A router that asks P and D at once sends only the id.
 
-    num_tokens: tokens of the prompt.
-    namespace: P's, as `Namespace.hex`.
-    pool_id: of the pool that P saves to, in hex.
-    fields: P's `Namespace.described`, for a message that tells the differences.
-    last_block: the prefix hash of the prompt's last block, in hex: it names the whole prompt.
-    last_save: None, or why P's last save fell short, so that D looks for `started` first.
-    weights_files: the digest of P's weights' files, if PDSTORE_WEIGHTS names the weights.
+    num_tokens: the number of tokens of P's prompt.
+    namespace: P's namespace, as `Namespace.hex`.
+    pool_id: the id of the pool that P saves to, in hex.
+    fields: P's `Namespace.described`, with which D's log can name each difference.
+    last_block: the prefix hash of the prompt's last block, in hex; it identifies the whole prompt.
+    last_save: why P could not store all of its last save; then D waits for `started` as well.
+      None if P stored all of it.
+    weights_files: a digest of the files of P's weights; None unless P has PDSTORE_WEIGHTS.
     """
 
     id: HandoffId
@@ -125,9 +126,9 @@ class Handoff:
 
     @classmethod
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
-        """Returns the hand-off in a request's `kv_transfer_params`; None where there is none.
+        """Returns the hand-off in a request's `kv_transfer_params`; None if they have none.
 
-        Clients may send anything: a malformed hand-off raises ValueError with the field's name.
+        Raises ValueError with the field's name for a malformed hand-off: clients may send anything.
         """
         said = (params or {}).get(_NAME)
         if said is None:
@@ -160,12 +161,12 @@ class Handoff:
         )
 
     def is_of(self, keys: PromptKeys) -> bool:
-        """True if P's prompt has the same tokens, as far as P's answer tells."""
+        """Returns whether P's prompt is the prompt of `keys`, as far as P's answer tells."""
         last = keys.hash_of(len(keys) - 1).hex() if len(keys) else None
         return self.num_tokens in (None, keys.num_tokens) and self.last_block in (None, last)
 
     def params(self) -> dict[str, Json]:
-        """Returns the `kv_transfer_params` with this hand-off."""
+        """Returns `kv_transfer_params` that hold this hand-off."""
         said: dict[str, Json] = {
             _ID: self.id.hex,
             "instance": self.id.instance,
@@ -181,7 +182,7 @@ class Handoff:
 
 
 def _plain(value: object) -> str:
-    """Returns a client's text, cut short and without control characters, for a line of a log."""
+    """Returns 80 characters of a client's text, or fewer, without control characters, for a log."""
     return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
 
 
@@ -190,15 +191,15 @@ def _is_hex(value: object) -> bool:
 
 
 def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
-    """Returns the key of an instance's beat; `instance` is its id, 32 hex digits."""
+    """Returns the key of an instance's beat `number`; the instance's id has 32 hex digits."""
     return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % RING}:beat")
 
 
 class Pulse:
     """Finds out from answers of the store whether another instance still beats.
 
-    One thread calls it. `asked_at`: when the store was asked, by `clock`; the answer is not older.
-    ring: the keys of the beats, for which the store is asked.
+    Only one thread may call it. `asked_at` is the time, by `clock`, at which the store was asked.
+    ring: the keys of the instance's beats; the caller asks the store which of them are stored.
     """
 
     def __init__(
@@ -215,10 +216,11 @@ class Pulse:
         self._beat_at = self._asked_at = clock()
 
     def update(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
-        """Compares the keys that are stored with those of the last answer.
+        """Compares the keys that are stored now with those that were stored at the last call.
 
-        Any change among the keys of the ring is a beat. Beats that a dead instance has left behind
-        do not change. A time in which D did not ask the store does not count as P's silence.
+        If any key of the ring has come or gone, the instance has beaten. The beats that a dead
+        instance left in the store never change. Time between two calls counts as the instance's
+        silence only if it is at most 0.6 s.
         """
         seen = {key for key in self.ring if key in stored}
         if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:
@@ -227,9 +229,9 @@ class Pulse:
         self._asked_at = asked_at
 
     def add_beat(self, asked_at: float) -> None:
-        """Counts anything else that the instance has stored as a beat."""
+        """Counts one beat, because the instance has stored something else than a beat."""
         self._beat_at = max(self._beat_at, asked_at)
 
     def is_silent(self) -> bool:
-        """Returns whether the instance had stopped beating when the store was asked last."""
+        """Returns whether the last beat was over `silence_s` old when the store was asked last."""
         return self._asked_at - self._beat_at > self._silence_s

@@ -1,4 +1,4 @@
-"""Derives prefix hashes from tokens, and block keys from prefix hashes, within a namespace.
+"""Derives the prefix hashes of a prompt from its tokens, and block keys from prefix hashes.
 
 The format is fixed so that every engine, language and router derives the same keys
 (tests/format/vectors/keys.json):
@@ -7,11 +7,11 @@ The format is fixed so that every engine, language and router derives the same k
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
     key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
 
-`H` is sha256 cut to 16 bytes; `lp` is a u32 little-endian length before the bytes. An
-extra is a multimodal item's content hash, then the item's offset relative to the block's first
-token as little-endian int32.
+`H` is sha256 cut to 16 bytes. `lp` puts the length of some bytes in front of them, as little-endian
+u32. An extra is the content hash of a multimodal item, followed by the item's offset from the
+block's first token as little-endian int32.
 
-Namespace: the properties that make the stored bytes of two instances interchangeable.
+A namespace names the properties that must be equal if two instances are to share blocks.
 """
 
 # Decision: docs/decisions/008-partial-tails.md
@@ -42,7 +42,7 @@ SHAPING = (
     *("attention_chunk_size", "attn_logit_softcapping", "attention_multiplier"),
     *("query_pre_attn_scalar", "rms_norm_eps", "num_experts_per_tok"),
 )
-"""Fields of a model's configuration that change its KV and are not part of its weights."""
+"""Fields of a model's configuration that change its KV although its weights stay the same."""
 
 
 class Part(NamedTuple):
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 def prefix_of(namespace: str) -> str:
-    """Returns the text that only the keys of one namespace begin with, from `Namespace.hex`.
+    """Returns the text that begins the keys of a namespace (`Namespace.hex`) and no other keys.
 
     Raises ValueError for anything but 32 lower-case hex digits.
     """
@@ -66,13 +66,13 @@ def prefix_of(namespace: str) -> str:
 
 @dataclass(frozen=True)
 class Namespace:
-    """The properties that make two instances' bytes interchangeable if they are equal; a digest.
+    """The properties that must be equal if two instances are to share blocks, and their digest.
 
     fields: the properties by name, as `Layout.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
-    windows: tokens of the sliding window of each KV group that has one.
-    bare_salt: the field `salt` of the salt without white space at its ends; None if it has none.
-    digest: of the fields; given only for a namespace that is known just by its stored keys.
+    windows: the length in tokens of each sliding window, by the number of its KV group.
+    bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
+    digest: a digest of `fields`; passed only by callers that know the digest but not the fields.
     """
 
     fields: Mapping[str, Json]
@@ -95,9 +95,9 @@ class Namespace:
     def described(self) -> Mapping[str, str]:
         """Each field as a text of at most 40 characters, which may be sent to other instances.
 
-        Equal layers in a row are shown once, with their number. A text that is still too long is
-        shown as a digest. The salt is shown as 16 bits of a digest: enough to see a difference, not
-        enough to guess the salt.
+        Consecutive equal items of a list are shown once, with their number. A text of more than 40
+        characters is replaced by a digest. The salt is shown as 16 bits of a digest: enough to see
+        most differences, but too few to check a guessed salt.
         """
         described = {}
         for name, value in self.fields.items():
@@ -129,7 +129,7 @@ def _canonical(value: Json) -> str:
 
 
 def _with_runs(value: Json) -> str:
-    """Returns a value as text; a list by its runs of equal items: `32 x ["mla",1,576,576]`."""
+    """Returns a value as text, a list with equal items merged: `32 x ["mla",1,576,576]`."""
     if not isinstance(value, list):
         return _canonical(value)
     runs = [(len(list(run)), text) for text, run in itertools.groupby(map(_canonical, value))]
@@ -141,15 +141,15 @@ def _digest(data: bytes) -> str:
 
 
 def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: Json) -> str:
-    """Returns the text for `Layout.rope`: equal texts mean that equal tokens have equal KV.
+    """Returns the text for `Layout.rope`. Equal texts and weights give equal tokens equal KV.
 
-    fields: the fields in SHAPING, with None for a field that the model does not have.
-    max_model_len: tokens of the longest prompt; it matters only for LongRoPE.
+    fields: the model's value for each name in SHAPING; None for a field that it does not have.
+    max_model_len: the maximum number of tokens of a prompt; used only for LongRoPE.
     others: other properties of the engine that change its KV.
     """
     rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        others["max_model_len"] = max_model_len  # it selects the factors of K's rotation
+        others["max_model_len"] = max_model_len  # LongRoPE chooses K's rotation by it
     return canonical({**fields, **others})
 
 
@@ -159,7 +159,7 @@ def canonical(value: Json) -> str:
 
 
 BlockKey = NewType("BlockKey", str)
-"""The name of one value in a store: ASCII text, made by `pdstore.format` only."""
+"""The name of one value in a store: ASCII text that only `pdstore.format` makes."""
 POOL_ID_KEY = BlockKey("pds1:pool")
 _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 
@@ -167,7 +167,7 @@ Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
 
 
 class Kind(enum.Enum):
-    """The kind of a key's value; it decides how long a store keeps it."""
+    """Kinds of stored values; the kind decides how long a store keeps a value."""
 
     BLOCK = "block"
     TAIL = "tail"
@@ -176,7 +176,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(key: BlockKey) -> Kind:
-    """Returns the kind of a key, from its text."""
+    """Returns the kind of the value that a key names, from the key's text."""
     if ":partial:" in key:
         return Kind.TAIL
     if ":handoff:" in key:
@@ -195,13 +195,14 @@ class MultimodalItem(NamedTuple):
 class PromptKeys:
     """The names of one prompt's blocks, in order: its full blocks, then its tail if it has one.
 
-    One object serves save and load. `extend` adds tokens without hashing the old ones again.
+    The same object can be given to a save and to a load. `extend` adds tokens without hashing
+    again the blocks that were full before.
 
     Args:
       namespace: the instance's namespace.
-      lora: digest of the LoRA adapter's weights; empty for none.
-      cache_salt: the request's own salt; empty for none.
-      items: multimodal items in order of offset.
+      lora: a digest of the LoRA adapter's weights; empty without a LoRA adapter.
+      cache_salt: the request's own salt; empty if the request has none.
+      items: the prompt's multimodal items in order of offset.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class PromptKeys:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
         self.num_tokens = 0
-        self._items_of: dict[int, list[MultimodalItem]] = {}  # by block, in order
+        self._items_of: dict[int, list[MultimodalItem]] = {}  # by block number
         for item in (item for item in items if item.length > 0):
             first = max(0, item.offset // self.block_tokens)
             for block in range(first, (item.offset + item.length - 1) // self.block_tokens + 1):
@@ -229,9 +230,9 @@ class PromptKeys:
 
     @classmethod
     def named(cls, namespace: Namespace, hashes: Sequence[bytes]) -> PromptKeys:
-        """Returns the names of full blocks whose prefix hashes the engine has computed itself.
+        """Returns the names of full blocks from prefix hashes that the engine has computed.
 
-        hashes: of HASH_BYTES each; equal hashes must name equal blocks after equal prefixes.
+        hashes: a prefix hash of HASH_BYTES for each block, which no other prefix may have.
         """
         keys = cls(namespace)
         keys._full = list(hashes)
@@ -239,18 +240,18 @@ class PromptKeys:
         return keys
 
     def extend(self, token_ids: Tokens) -> PromptKeys:
-        """Adds tokens at the end; returns itself.
+        """Adds tokens at the end of the prompt; returns this object.
 
-        Raises ValueError for an id outside [0, 2**31).
+        Raises ValueError for a token id outside [0, 2**31).
         """
         return self._extend(int32_bytes(token_ids))
 
     def __len__(self) -> int:
-        """Number of blocks, the tail included."""
+        """Number of blocks; the tail counts as one."""
         return len(self._full) + (self._tail is not None)
 
     def hash_of(self, block: int) -> bytes:
-        """Returns the prefix hash that names a block and all before it. Raises IndexError."""
+        """Returns the prefix hash of block number `block`. Raises IndexError if there is none."""
         if block < len(self._full):
             return self._full[block]
         if block == len(self._full) and self._tail is not None:
@@ -258,7 +259,7 @@ class PromptKeys:
         raise IndexError(block)
 
     def tokens_of(self, block: int) -> int:
-        """Returns the number of tokens of a block: `block_tokens`, or fewer for the tail."""
+        """Returns the number of tokens in a block: `block_tokens`, or fewer in the tail."""
         return min(self.block_tokens, self.num_tokens - block * self.block_tokens)
 
     def end_of(self, num_blocks: int) -> int:
@@ -266,10 +267,10 @@ class PromptKeys:
         return min(num_blocks * self.block_tokens, self.num_tokens)
 
     def prefix(self, num_tokens: int) -> PromptKeys:
-        """Returns a copy with the blocks that are complete within the first `num_tokens` tokens.
+        """Returns a copy that has only the full blocks within the first `num_tokens` tokens.
 
-        The tail is included only if `num_tokens` covers the whole prompt. Later calls of `extend`
-        do not change the copy.
+        The copy also has the tail if `num_tokens` covers the whole prompt. Calling `extend` on the
+        original does not change the copy.
         """
         short = PromptKeys.__new__(PromptKeys)  # `copy.copy` takes several times as long
         short.__dict__.update(self.__dict__)
@@ -283,10 +284,10 @@ class PromptKeys:
         return short
 
     def cut(self, num_tokens: int) -> PromptKeys:
-        """Returns the keys of the first `num_tokens` tokens, as a prompt with a tail of its own.
+        """Returns the keys of a prompt that consists of only the first `num_tokens` tokens.
 
-        An instance that has only these tokens makes the same keys. Raises ValueError if they end
-        before the last block, because only the last block's tokens are kept.
+        An instance that has only these tokens makes the same keys. Raises ValueError if these
+        tokens end before the last block begins, or if the last block's tokens are not known.
         """
         if num_tokens == self.num_tokens:
             return self.prefix(num_tokens)
@@ -300,7 +301,7 @@ class PromptKeys:
     def store_keys(
         self, parts: Sequence[Part], start: int = 0, stop: int | None = None
     ) -> list[BlockKey]:
-        """Returns the keys of the blocks start..stop: block by block, `parts` in order."""
+        """Returns the keys of blocks `start` to `stop` - 1: for each block, one for each part."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
         keys = [head + digest.hex() for digest in self._full[start:stop] for head in heads]
         has_tail = self._tail is not None and start <= len(self._full)
@@ -308,7 +309,7 @@ class PromptKeys:
             assert self._tail is not None
             last = f"{self._tail.hex()}:partial:{len(self._rest) // 4}"
             keys += [head + last for head in heads]
-        return cast("list[BlockKey]", keys)  # calling the NewType would cost a call per key
+        return cast("list[BlockKey]", keys)  # cheaper than to call BlockKey for each key
 
     def _extend(self, token_bytes: bytes) -> PromptKeys:
         token_bytes = self._rest + token_bytes
@@ -334,7 +335,7 @@ class PromptKeys:
         return self
 
     def _extras(self, block: int, num_tokens: int) -> bytes:
-        """Returns what the multimodal items in a block's first tokens add to the block's hash."""
+        """Returns the bytes that multimodal items in a block's first tokens add to its hash."""
         first = block * self.block_tokens
         return b"".join(
             length_prefixed(item.content_hash + struct.pack("<i", item.offset - first))
@@ -346,7 +347,8 @@ class PromptKeys:
 def int32_bytes(token_ids: Tokens) -> bytes:
     """Returns token ids as little-endian int32 bytes.
 
-    Raises ValueError for an id that is negative or does not fit, TypeError for anything but ints.
+    Raises ValueError for an id that is negative or needs more than 31 bits. Raises TypeError for
+    anything but ints.
     """
     if isinstance(token_ids, (bytes, bytearray)):
         raise TypeError("token ids are ints, not bytes")
@@ -366,5 +368,5 @@ def int32_bytes(token_ids: Tokens) -> bytes:
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """Returns the data behind its length as little-endian u32."""
+    """Returns the data with its length in front, as little-endian u32."""
     return struct.pack("<I", len(data)) + data

@@ -16,13 +16,13 @@ from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import MAX_LAYER_RANGES, Settings
 
 NO_BLOCK = -1
-"""In a block table: the engine holds no block there (the window has moved on)."""
+"""Entry of a block table for a block that the engine has freed behind a sliding window."""
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
-"""Limits of the default: a block has at most four layer ranges, each of 1 MiB or more."""
+"""Limits without PDSTORE_LAYER_RANGES: at most four layer ranges, of 1 MiB or more on average."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class LayerSpec:
     """One attention layer of the whole model (not of one rank).
 
     num_kv_heads: KV heads; 1 for MLA.
-    head_dim: elements of K per head and token; for MLA the latent with its rope part.
-    value_dim: elements of V; None means as many as K, 0 means none (MLA).
-    window: tokens of a sliding window; None for full attention.
+    head_dim: elements of K per head and token; for MLA, elements of the latent and its rope part.
+    value_dim: elements of V per head and token; None: as many as K has; 0: V is not stored (MLA).
+    window: the length of a sliding window in tokens; None for full attention.
     table: the number of the engine's block table that names this layer's blocks.
     """
 
@@ -51,13 +51,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of an instance's layers, and the stage of this rank.
+    """The pipeline stage of each layer, and the stage of this rank.
 
     Stages are no part of the namespace, so P and D may have different stages. Therefore no value
     may hold layers of two stages: every KV group must lie within one stage.
 
-    stage_of: the stage of each layer, in the layout's order.
-    stage: this rank's, counted from 0.
+    stage_of: the number of each layer's stage, for the layers in the order of `Layout.layers`.
+    stage: the number of this rank's stage, counted from 0.
     """
 
     stage_of: tuple[int, ...]
@@ -70,25 +70,25 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Layout:
-    """The KV cache of one model on one rank, and how its blocks are stored.
+    """The shape of one model's KV cache on one rank, and the form of its stored blocks.
 
-    `Layout.of` fills in what the settings say.
+    `Layout.of` takes block size, shards and layer ranges from the settings.
 
-    dtype: torch's name of the cache's element type.
+    dtype: the name of the cache's element type in torch.
     layers: one LayerSpec per layer of the whole model, in order; equal specs of one layer range
       form one KV group.
     block_tokens: tokens of a stored block, a multiple of `engine_block_tokens`.
     engine_block_tokens: tokens of a block in the engine's paged cache.
-    rope: canonical text of the rope configuration.
+    rope: the text that `shaping` makes of the model's configuration.
     page: None for token-major payloads, `[layer][token][head][K|V]`. For an engine that packs
       tokens in its own way, a text that names this way; it is a namespace field. Payloads are then
-      `[layer][head][page]`: a page is one head of an engine block as it lies in memory, and a tail
-      is stored as a whole page.
-    num_shards: into how many shards the KV heads of a group are split (MLA groups have one shard);
-      a multiple of `tp_size`.
-    draft_layers: how many of the last layers belong to a draft model (MTP, EAGLE).
-    num_ranges: into how many layer ranges a block is split, as evenly as possible. P stores the
-      values of one range while the model computes the next.
+      `[layer][head][page]`. In them, a page is one head of an engine block as it lies in memory,
+      and a tail is stored as a whole page.
+    num_shards: the number of shards that the KV heads of a group are split into, a multiple of
+      `tp_size`; an MLA group always has one shard.
+    draft_layers: the number of layers, at the end, that belong to a draft model (MTP, EAGLE).
+    num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
+      P can store one range while the model computes the next range.
     pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
 
     Raises LayoutError for numbers that do not fit together.
@@ -127,8 +127,8 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        With a `page`, and for an engine that `gives_back` blocks behind a sliding window, a stored
-        block is one engine block: a larger block would reach across the window's edge.
+        A stored block is one engine block if `page` is given, or if the engine `gives_back` (frees)
+        blocks behind a sliding window. A larger block could then lie partly behind the window.
         """
         if page is not None and settings.salt is not None:
             raise LayoutError(
@@ -183,7 +183,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The layer numbers of each KV group, over all ranks; groups in order of first layers."""
+        """The layer numbers of each KV group of the whole model; see `groups_of` for the order."""
         return groups_of(self.layers, self.num_ranges)
 
     @cached_property
@@ -211,37 +211,37 @@ class Layout:
         return self.range_of(self.groups[part.group][0])
 
     def num_whole_ranges(self, num_layers: int) -> int:
-        """Returns how many `held_ranges` are complete after the first `num_layers` held layers."""
+        """Returns how many `held_ranges` end within the first `num_layers` of `held_layers`."""
         if num_layers >= len(self.held_layers):
             return len(self.held_ranges)
         return self.held_ranges.index(self.range_of(self.held_layers[num_layers]))
 
     @cached_property
     def num_tables(self) -> int:
-        """The number of block tables of a request."""
+        """The number of block tables that each request has."""
         return 1 + max(spec.table for spec in self.layers)
 
     @cached_property
     def has_windows(self) -> bool:
-        """True if any layer has a window, so that block tables may lack blocks."""
+        """True if any layer has a sliding window: then block tables may hold NO_BLOCK."""
         return any(spec.window for spec in self.layers)
 
     def has_window(self, table: int) -> bool:
-        """True if a block table may hold fewer blocks than a prompt has."""
+        """Returns whether block table `table` may hold NO_BLOCK, because of a sliding window."""
         return any(spec.table == table and spec.window for spec in self.layers)
 
     def table_of(self, part: Part) -> int:
-        """Returns the number of the block table that names a part's blocks."""
+        """Returns the number of the block table that has the block ids of a part."""
         return self._spec(part.group).table
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """All values of one block, over all ranks, in key order."""
+        """All parts of one block, of all ranks, in the order of their keys."""
         return tuple(Part(g, s) for g in range(len(self.groups)) for s in range(self.shards_of(g)))
 
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
-        """The parts that this rank saves and loads; each rank of a stage owns its MLA groups."""
+        """The parts that this rank saves and loads; all ranks of a stage own its MLA groups."""
         shards, layers = self.owned_shards, set(self.held_layers)
         return tuple(
             part
@@ -252,12 +252,12 @@ class Layout:
 
     @cached_property
     def grid_shards(self) -> int:
-        """Shards of a whole block: 1 when all groups are MLA, whatever the TP size."""
+        """The number of shards of a block; 1 if all KV groups are MLA, whatever the TP size."""
         return max(self.shards_of(group) for group in range(len(self.groups)))
 
     @cached_property
     def owned_shards(self) -> range:
-        """The shards for which this rank stores `done`: it has all of their parts in its stage."""
+        """The shards for which this rank stores `done`: it owns all their parts in its stage."""
         if self.grid_shards == 1:
             return range(1)
         per_rank = self.num_shards // self.tp_size
@@ -272,13 +272,13 @@ class Layout:
         return spec.num_kv_heads if spec.kind == "mla" else spec.num_kv_heads // self.tp_size
 
     def heads_of(self, part: Part) -> range:
-        """Returns which of this rank's heads are in a part that this rank owns."""
+        """Returns the range of this rank's heads that a part holds; the rank must own the part."""
         count = self._spec(part.group).num_kv_heads // self.shards_of(part.group)
         first = part.shard * count % self.local_heads(self.groups[part.group][0])
         return range(first, first + count)
 
     def payload_bytes(self, part: Part, num_tokens: int) -> int:
-        """Returns the bytes of one part of a block of `num_tokens` tokens."""
+        """Returns the payload's length in bytes for one part of a block of `num_tokens` tokens."""
         spec = self._spec(part.group)
         if self.page is not None:
             num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
@@ -287,7 +287,7 @@ class Layout:
 
     @cached_property
     def cells(self) -> Layout:
-        """The layout for block copies, which treat a page as one token with many channels."""
+        """The layout for block copies; in it, a page counts as one token with many channels."""
         if self.page is None:
             return self
         layers = [
@@ -338,10 +338,10 @@ def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
 
 
 def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the layer numbers of each KV group; groups in order of their first layer.
+    """Returns the layer numbers of each KV group; the groups are sorted by their first layer.
 
-    The layers of a group are equal and of one layer range. The groups of a range come before the
-    groups of the next range.
+    All layers of a group have equal specs and lie in one layer range. The groups of a range come
+    before the groups of the next range.
     """
     groups: dict[tuple[int, LayerSpec], list[int]] = {}
     for number, spec in enumerate(layers):
@@ -351,7 +351,7 @@ def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, 
 
 
 def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]:
-    """Returns the fields of an instance's namespace. The salt is included as a digest.
+    """Returns the fields of an instance's namespace; they hold a digest of the salt, not the salt.
 
     weights: the weights' revision (`pdstore.weights_revision`).
     """
@@ -374,13 +374,13 @@ def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]
         "hash": "sha256",
         "salt": None if salt is None else sha256(salt.encode()).hexdigest(),
     }
-    if settings.seal_key_file is not None:  # without a seal nothing is added: old keys stay valid
+    if settings.seal_key_file is not None:  # else no such field, so older namespaces stay valid
         fields["seal"] = "aes-256-gcm"
     return fields
 
 
 def _check_splits(layout: Layout) -> None:
-    """Raises LayoutError for layers or heads that do not split into ranges or shards."""
+    """Raises LayoutError if the layers do not split into ranges, or the KV heads into shards."""
     layers = layout.layers
     if not 1 <= layout.num_ranges <= len(layers):
         raise LayoutError(f"{len(layers)} layers do not make {layout.num_ranges} ranges")
@@ -396,7 +396,7 @@ def _check_splits(layout: Layout) -> None:
 
 
 def _check_stages(pipeline: Pipeline, layers: Sequence[LayerSpec], num_ranges: int) -> None:
-    """Raises LayoutError if the stages do not fit a model's layers in `num_ranges` layer ranges."""
+    """Raises LayoutError if stages and layers do not match, or if a KV group has two stages."""
     stage_of, num_stages = pipeline.stage_of, pipeline.num_stages
     if len(stage_of) != len(layers) or set(stage_of) != set(range(num_stages)):
         raise LayoutError("each layer has a stage, and each stage of a pipeline has layers")
@@ -404,7 +404,7 @@ def _check_stages(pipeline: Pipeline, layers: Sequence[LayerSpec], num_ranges: i
         raise LayoutError(f"there is no stage {pipeline.stage} of {num_stages}")
 
     def fits(num_ranges: int) -> bool:
-        """True if no KV group lies in two stages."""
+        """Returns whether each KV group lies in one stage if there are `num_ranges` ranges."""
         groups = groups_of(layers, num_ranges)
         return all(len({stage_of[layer] for layer in group}) == 1 for group in groups)
 

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: where they lie, and a digest that tells checkpoints apart."""
+"""The weights of a checkpoint: finds their files, and digests them to tell checkpoints apart."""
 
 # Decision: docs/decisions/009-weights-digest.md
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WHOLE_UP_TO = 1 << 30
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES_PER_FILE = 1024
-_LEAST_SAMPLES = 2  # of a tensor: its first and its last bytes
-_LARGEST_HEADER = 100_000_000  # the format's own bound: github.com/huggingface/safetensors
+_LEAST_SAMPLES = 2  # a tensor's first bytes and its last bytes
+_LARGEST_HEADER = 100_000_000  # the limit of safetensors: github.com/huggingface/safetensors
 _READ_BYTES = 1 << 20
 
 
 def weights_revision(model: str | Path, settings: Settings) -> str:
     """Returns PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the files.
 
-    The digest covers the content only, neither names of directories nor times: every byte of a
-    small file; of a large file, the header and samples of every tensor (`file_digest`). It differs
-    for two checkpoints if any tensor was changed throughout, as training does. It may be equal if
-    they
-    differ only in a few rows of a large tensor, for example of an embedding: give such
-    checkpoints names of their own by PDSTORE_WEIGHTS.
+    The digest covers the names, sizes and contents of the files, but no directory's name and no
+    time. Large files are read in part (`file_digest`). The digests of two checkpoints differ if a
+    whole tensor was changed, as training does. They may be equal if the checkpoints differ only in
+    a few rows of a large tensor, for example of an embedding. Then give each checkpoint a name of
+    its own by PDSTORE_WEIGHTS.
 
-    model: a checkpoint's directory. A snapshot directory of the hub's cache is named by its commit.
+    model: a checkpoint's directory. The commit is known only for a snapshot's directory in the
+      cache of the Hugging Face hub, because it is that directory's name.
     Raises ConfigError where there are no weight files.
     """
     if settings.weights:
@@ -51,10 +51,10 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path | None:
-    """Returns a checkpoint's directory; for a name on the hub, its snapshot in the hub's cache.
+    """Returns a checkpoint's directory on this host; None if the host does not have it.
 
-    revision: of the hub's repository; None for its main branch.
-    Returns None if the checkpoint is not on this host.
+    model: a directory, or a name on the Hugging Face hub, which is looked up in the hub's cache.
+    revision: a revision of the hub's repository; None for its main branch.
     """
     directory = Path(model)
     if directory.is_dir():
@@ -74,7 +74,7 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
     It covers every byte of a file of at most `whole_up_to` bytes, and of any file that is not
     safetensors. For a larger safetensors file it covers the header, every byte of small tensors,
     and evenly spaced samples of every other tensor, with that tensor's first and last bytes.
-    Reading all bytes could delay a large model's start by minutes, if its files are far away.
+    Reading all bytes could delay a large model's start by minutes, if the file system is slow.
     """
     size = path.stat().st_size
     is_whole = size <= whole_up_to or path.suffix != ".safetensors"
@@ -87,7 +87,7 @@ def file_digest(path: Path, whole_up_to: int = WHOLE_UP_TO) -> str:
 
 
 def _spans_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Returns what to read of a large safetensors file; the whole file if its header is bad."""
+    """Returns the byte ranges to digest of a large safetensors file; all if its header is bad."""
     data_at = 8 + int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(b"".join(_read(file, 8, min(data_at, _LARGEST_HEADER))))

@@ -1,1 +1,1 @@
-"""libpdstore from Python: its interface, its build, its swap engine."""
+"""The native library libpdstore in Python: its C interface, build, swap engine and arena."""

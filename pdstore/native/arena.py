@@ -1,4 +1,4 @@
-"""NativeArena: an arena of libpdstore, which keeps values by key in a file that processes map."""
+"""NativeArena: an arena of libpdstore. It keeps values by key in a file that processes map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdstore.native.library import Library, checked, joined
 
 _SHORT_BATCH = 64
 _PATIENCE_NS = 50_000
-_BATCH_PATIENCE_NS = 20_000_000  # not longer: the end of a job waits for such a call
+_BATCH_PATIENCE_NS = 20_000_000  # short, because a job cannot end while such a call runs
 _PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.CLOSED: (errors.StoreClosed, "is closed, or belongs to the parent process"),
@@ -38,7 +38,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
 
 
 class ArenaCounts(NamedTuple):
-    """Counts of an arena's slots in each state, and of the slabs that are cut into slots."""
+    """The number of an arena's slots in each state, and of its slabs that are cut into slots."""
 
     stored: int
     reserved: int
@@ -50,16 +50,16 @@ class ArenaCounts(NamedTuple):
 class ValueBatch(NamedTuple):
     """Values of an arena, and the copies between them and a paged cache.
 
-    The copies are packed as `Engine.submit` takes them; the library sets their payloads.
+    The library fills in the addresses of the payloads.
     """
 
     keys: Sequence[str]
-    sizes: bytes  # int64 each, headers included
-    starts: bytes  # the first 56 bytes of each value, side by side
+    sizes: bytes  # the bytes of each value with its header, as an int64
+    starts: bytes  # the first 56 bytes of each value, one after the other
     engine: Engine  # makes the copies
-    items: bytes
-    block_ids: bytes
-    ready: int = 0  # a CUDA event's handle that the copies wait for; 0: for nothing
+    items: bytes  # packed as `Engine.submit` takes them
+    block_ids: bytes  # packed as `Engine.submit` takes them
+    ready: int = 0  # handle of the CUDA event for which the copies wait; 0: they do not wait
 
     @property
     def num_values(self) -> int:
@@ -68,7 +68,7 @@ class ValueBatch(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all values."""
+        """The total bytes of all values, headers included."""
         return sum(memoryview(self.sizes).cast("q"))
 
     def values(self, memory: int) -> ctypes.Structure:
@@ -91,10 +91,12 @@ class ValueBatch(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The values that `NativeArena.fill` has stored, by index, and their bytes.
+    """The result of `NativeArena.fill`.
 
-    error: why not all values are stored; None if all are. After an error, only the values of the
-      first batches are stored, or none.
+    indices: which of the values this call has stored, counted over all batches.
+    num_bytes: the total bytes of the values at these indices.
+    error: None if all values are stored now, else why not. After an error, `indices` has only
+      values of the leading batches that were stored whole.
     """
 
     indices: Sequence[int]
@@ -103,15 +105,16 @@ class Filled(NamedTuple):
 
 
 class NativeArena:
-    """An open arena. Any thread may call it; a call fails with a StoreError.
+    """An open arena. Any thread may call it. A call that fails raises a StoreError.
 
     fd: the file's descriptor; the caller closes it.
     times: five times in seconds: the lease that a match or a load gives; how long a new value is
       not evicted; how long tails and markers live after their last use; how long slots that a dead
       process had reserved are not reused; how long a call waits for the lock before it raises
       StoreTimeout.
-    label: begins the errors' messages.
-    Raises StoreUnavailable for a file that is no arena, StoreFull if too many have it open.
+    label: the text with which error messages begin.
+    Raises StoreUnavailable for a file that is no arena, StoreFull if too many processes have the
+    file open.
     """
 
     def __init__(self, library: Library, fd: int, times: Sequence[float], label: str) -> None:
@@ -130,9 +133,9 @@ class NativeArena:
         _open_arenas.add(self)
 
     def close(self) -> None:
-        """Closes the arena for this process, after running calls. A second call does nothing.
+        """Waits until no call runs, then closes the arena for this process. May be called again.
 
-        The child of a fork closes only its own copy.
+        In the child of a fork, it leaves the parent's arena open.
         """
         self._calls.pds_arena_close(self._handle)
 
@@ -143,10 +146,11 @@ class NativeArena:
     def find(self, keys: Sequence[str], *, leases: bool) -> list[bool]:
         """Returns for each key whether it is stored.
 
-        leases: True to lease the leading stored keys, and to stop at the first missing key.
+        leases: True to lease the leading values that are stored. Then the keys after the first
+          missing one are not looked up, and count as missing.
         """
-        # A short call keeps Python's lock, because a busy engine would give it back late. A long
-        # batch, or a call that has to wait for the arena's lock, releases Python's lock.
+        # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
+        # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
         values = joined(keys), len(keys), leases, stored
         if len(keys) <= _SHORT_BATCH:
@@ -157,23 +161,24 @@ class NativeArena:
         return list(map(bool, bytes(stored)))
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Forgets values, leased or not."""
+        """Removes the values of these keys, even if they are leased."""
         self._check(self._calls.pds_arena_remove(self._handle, joined(keys), len(keys)))
 
     def clear(self, prefix: str) -> None:
-        """Forgets every value whose key begins with `prefix`, which must not be empty."""
+        """Removes every value whose key begins with `prefix`, which must not be empty."""
         self._check(self._calls.pds_arena_clear(self._handle, prefix.encode()))
 
     def counts(self) -> ArenaCounts:
-        """Counts the slots by state. It scans every slot, so it is slow for a large arena."""
+        """Returns how many slots are in each state. Reads every slot: slow for a large arena."""
         counts = abi.SlotCounts()
         self._check(self._calls.pds_arena_count(self._handle, byref(counts)))
         return ArenaCounts(*(getattr(counts, name) for name in ArenaCounts._fields))
 
     def age_of_oldest(self, num_bytes: int, num_values: int) -> float | None:
-        """Returns how many seconds ago the value was used that goes first for so many new ones.
+        """Returns the seconds since the last use of the value that would be evicted first.
 
-        num_bytes: of each of them. None if none has to go, or none may.
+        num_bytes, num_values: the size of each value that is to be stored, and their number.
+        Returns None if they have room without evicting, or if no value may be evicted.
         """
         age = c_int64()
         code = self._calls.pds_arena_oldest(self._handle, num_bytes, num_values, byref(age))
@@ -181,7 +186,7 @@ class NativeArena:
         return age.value / 1e9 if age.value >= 0 else None
 
     def make_room(self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]) -> bool:
-        """Evicts, leased values too, until all of these have room; returns whether they have."""
+        """Evicts blocks and tails, even leased ones, until these values have room; False if not."""
         values = joined(keys), kinds, (c_int64 * len(keys))(*sizes), len(keys)
         code = self._calls.pds_arena_make_room(self._handle, *values)
         if code != abi.Code.FULL:
@@ -189,9 +194,10 @@ class NativeArena:
         return bool(code == abi.Code.OK)
 
     def values(self) -> Iterator[tuple[str, int, float | None]]:
-        """Yields key, bytes and seconds since the last use of each value, in no order.
+        """Yields each value's key, bytes and seconds since its last use, in no fixed order.
 
-        The age is None if the stored time is impossible. The lock is held for one page at a time.
+        The seconds are None if the stored time of use is impossible. The call gives up the arena's
+        lock after every 512 values.
         """
         page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
         while following.value >= 0:
@@ -212,9 +218,9 @@ class NativeArena:
         addresses: Sequence[int],
         sizes: Sequence[int],
     ) -> int:
-        """Copies values in, unless they are stored; returns how many leading values it took.
+        """Copies in values that are not stored yet; returns how many leading ones are stored now.
 
-        memory: where this process has mapped the arena's memory.
+        memory: the address where this process maps the arena's values.
         """
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
@@ -226,7 +232,7 @@ class NativeArena:
     def get(
         self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> int:
-        """Copies values out of the arena; returns how many leading keys were stored."""
+        """Copies values out of the arena; returns how many leading values it copied."""
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         code = self._calls.pds_arena_get(
@@ -236,13 +242,13 @@ class NativeArena:
         return done.value
 
     def fill(self, batches: Sequence[ValueBatch], memory: int, kinds: bytes) -> Filled:
-        """Stores the values of all batches: reserves, gathers, seals and publishes.
+        """Stores the values of all batches: reserves slots, gathers, seals and publishes values.
 
-        Batches are published in the order given, each when its copies have ended.
+        Publishes the batches in the given order, each as soon as its copies have ended.
 
-        batches: at least one; all must be of one engine.
+        batches: at least one; all with the same engine.
         memory: the address where this process maps the arena's values.
-        kinds: a byte for each value of all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
+        kinds: one byte for each value, over all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
@@ -258,11 +264,11 @@ class NativeArena:
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
     def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
-        """Leases values and starts to scatter them; the caller waits for the copies.
+        """Leases values and starts to scatter them; the caller must wait for the ticket.
 
         memory: the address where this process maps the arena's values.
-        Returns None, and copies nothing, if a value is missing or is seen to be wrong, or if the
-        lock is not free soon. Raises LayoutError or SwapError.
+        Returns None, and copies nothing, if a value is missing, if the call finds a wrong value, or
+        if the arena's lock is not free within 20 ms. Raises LayoutError or SwapError.
         """
         handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
@@ -270,7 +276,7 @@ class NativeArena:
         return None if code else Ticket(self.library, handle)
 
     def confirm(self, copies: Ticket) -> tuple[int, int]:
-        """Returns how many leading values are still stored, and how many were right when copied.
+        """Returns how many leading values have kept their slots, and how many were copied right.
 
         copies: a ticket of `start_scatter` whose copies have ended.
         """
@@ -280,7 +286,7 @@ class NativeArena:
         return there.value, right.value
 
     def wait_for_change(self, seen: int, timeout_s: float) -> int:
-        """Waits until the count of publications is not `seen`; returns the count."""
+        """Waits until the arena's count of publications differs from `seen`; returns the count."""
         changes = c_uint32()
         timeout_us = int(max(timeout_s, 0.0) * 1e6)
         self._check(self._calls.pds_arena_wait(self._handle, seen, timeout_us, byref(changes)))
@@ -305,16 +311,16 @@ def _close_all() -> None:
         arena.close()
 
 
-# a child that kept the file open would keep its parent's locks after the parent's death
+# else a forked child would have the file open, and hold its parent's locks after that has died
 os.register_at_fork(after_in_child=_close_all)
 
 
 def format_arena(library: Library, fd: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
-    """Turns an empty file into an arena; nobody else may have the file open.
+    """Turns an empty file into an arena; no other process may have the file open.
 
     num_bytes: bytes of memory for values, a multiple of `slab_bytes`.
-    seed: a random number, for the hashes of this arena's keys.
-    Raises ValueError for sizes that no arena has, OSError if the file system refuses.
+    seed: a random number with which this arena hashes its keys.
+    Raises ValueError for sizes that no arena may have, OSError if the file system refuses.
     """
     code = library.calls.pds_arena_format(fd, num_bytes, slab_bytes, seed)
     if code == abi.Code.ARGUMENT:

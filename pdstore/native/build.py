@@ -1,4 +1,4 @@
-"""Finds libpdstore in the installed package, or builds it from `csrc` at first use."""
+"""Finds the library libpdstore in the installed package, or builds it from `csrc` at first use."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FOR_HOSTS: Sequence[str] = ("-DPDSTORE_CUDA=OFF",)
 
 
 def find_library(*, with_cuda: bool) -> Path:
-    """The library's path: in the installed package, else built from the checkout's sources.
+    """Returns the library's path in the installed package; if it is not there, builds the library.
 
-    with_cuda: True to build it for GPUs as well, if nvcc is installed.
-    Raises NativeError where there is no library and none can be built.
+    with_cuda: True to build the library for GPUs as well, if nvcc is installed.
+    Raises NativeError if there is no library and none can be built.
     """
     packaged = _PACKAGE / _FILE
     options = _FOR_GPUS if with_cuda else _FOR_HOSTS
@@ -40,9 +40,9 @@ def find_library(*, with_cuda: bool) -> Path:
 def find_built(
     package: Path = _PACKAGE, sources: Path = SOURCES, directory: Path | None = None
 ) -> Path | None:
-    """Returns the path of an existing library that can copy host memory; builds none.
+    """Returns the path of a library that is built already; None if there is none. Builds nothing.
 
-    directory: the cache; None takes this user's.
+    directory: the directory of the builds that are kept; None: this user's cache directory.
     """
     found = [package / _FILE]
     if (sources / "CMakeLists.txt").exists():
@@ -53,12 +53,13 @@ def find_built(
 def build_library(
     sources: Path, options: Sequence[str] = (), directory: Path | None = None
 ) -> Path:
-    """Builds `sources` with CMake, unless the cache has a build of the same content.
+    """Builds `sources` with CMake, unless a build of the same sources and options is kept.
 
-    options: options of CMake such as `-DPDSTORE_TESTING=ON`; part of the cache's key.
-    directory: the cache; None takes this user's.
-    Concurrent processes wait for the first one's build. Raises NativeError with the compiler's
-    output, for a cache that cannot be written, and where there are no sources.
+    options: options of CMake such as `-DPDSTORE_TESTING=ON`.
+    directory: the directory of the builds that are kept; None: this user's cache directory.
+    If several processes call it at the same time, one builds and the others wait. Raises
+    NativeError if the build fails (with its output), if `directory` cannot be written, and if there
+    are no sources.
     """
     if not (sources / "CMakeLists.txt").exists():
         raise NativeError(
@@ -70,7 +71,7 @@ def build_library(
         if built.exists():
             return built
         place.mkdir(parents=True, exist_ok=True)
-        with (place / "lock").open("w") as lock:  # the kernel releases it if the process dies
+        with (place / "lock").open("w") as lock:  # the kernel unlocks it if this process dies
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not built.exists():
                 _build(sources, options, built)

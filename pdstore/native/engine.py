@@ -1,4 +1,4 @@
-"""Engine: the native swap engine of one device and one layout. Ticket: a copy that it has begun."""
+"""Engine: makes the block copies of one device and one layout. Ticket: a copy under way."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _RETURN_S = 0.5
 
 
 class Engine:
-    """The block copies of one device and one layout. Any thread may call it.
+    """Makes the block copies of one device and one layout. Any thread may call it.
 
-    options: fields of `abi.Options` by name; fields left out are 0.
-    parts, regions: `abi.PartShape` and `abi.Region`.
-    Raises LayoutError for options that do not fit, DeviceError or SwapError from the device.
+    options: values for the fields of `abi.Options`, by name; a field that is left out is 0.
+    parts, regions: structs `abi.PartShape` and `abi.Region`.
+    Raises LayoutError for options that do not fit the parts and regions, DeviceError if the device
+    cannot be used, SwapError if a call of the device fails.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Engine:
     ) -> None:
         self._library = library
         self._calls = library.calls
-        self._lock = threading.Condition()  # no call may use the handle when it is closed
+        self._lock = threading.Condition()  # a call holds it, or counts as lent, until it ends
         self._num_lent = 0
         self._pid = os.getpid()
         self._handle = c_void_p()
@@ -50,15 +51,15 @@ class Engine:
         )
 
     def add_host(self, address: int, num_bytes: int) -> None:
-        """Adds a range of host memory; from then on every payload must lie in one of them."""
+        """Adds a range of host memory. Every payload must lie in one of the ranges added so far."""
         with self._lock:
             self._calls.pds_add_host(self._open(), address, num_bytes)
 
     def explain(self, direction: int, part: int, num_tokens: int) -> tuple[str, str]:
-        """Returns the copy path for a part's payloads of `num_tokens` tokens, and the reason.
+        """Returns how payloads of `num_tokens` tokens of a part are copied (`CopyPath`), and why.
 
         direction: 0 from the paged cache to slots, 1 from slots to the paged cache.
-        Raises LayoutError.
+        Raises LayoutError if there are no such payloads.
         """
         plan = abi.Plan()
         with self._lock:
@@ -77,13 +78,15 @@ class Engine:
         stream: int = 0,
         ready: int = 0,
     ) -> Ticket:
-        """Starts a copy; returns at once.
+        """Starts a copy; returns without waiting for it.
 
-        items, ids: packed `abi.Item` and int64; copied before the call returns.
-        stream: the copy begins after the work that this CUDA stream has queued; 0: at once.
-        ready: the handle of a CUDA event that the copy waits for instead; it must live until the
-          copy ends.
-        Raises LayoutError for items that do not fit, SwapError.
+        direction: 0 from the paged cache to slots, 1 from slots to the paged cache.
+        items, ids: structs `abi.Item` and int64 block ids, packed. The caller may free both when
+          this call returns.
+        stream: a CUDA stream; the copy begins after the work that is queued on it now. 0: at once.
+        ready: the handle of a CUDA event after which the copy begins, whatever `stream` is; it must
+          live until the copy ends. 0: no event.
+        Raises LayoutError for items that do not fit the layout, SwapError if the copy cannot start.
         """
         handle, submit = c_void_p(), self._library.short_calls.pds_submit
         num_items, num_ids = len(items) // ctypes.sizeof(abi.Item), len(ids) // 8
@@ -95,11 +98,11 @@ class Engine:
     def read_values(
         self, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
     ) -> bool:
-        """Reads whole files, each to its address, and verifies them; the engine's threads help.
+        """Reads each file to its address and verifies it, on threads of the engine.
 
-        addresses, sizes: packed, 64 bits each; sizes are of at least 64 bytes.
-        starts: the first 56 bytes of each value, side by side.
-        Returns whether all files were there and right; if not, the memory may hold anything.
+        addresses, sizes: packed, 64 bits for each number; each size is at least 64 bytes.
+        starts: the first 56 bytes of each value, one after the other.
+        Returns whether all files were there and right. If not, the memory may hold any bytes.
         Raises SwapError if the engine is closed.
         """
         with self.lent() as handle:
@@ -113,16 +116,16 @@ class Engine:
     def write_values(
         self, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
     ) -> tuple[int, int]:
-        """Writes values to files, and adds their headers and checksums; the engine's threads help.
+        """Adds headers and checksums to values in memory, then writes these values to files.
 
-        The header, with its `block.checksum`, is also written to memory. A file that exists stays
-        and counts as written. A file's directory is made if missing, but not the directory above.
+        Threads of the engine do this. A file that exists already stays as it is and counts as
+        written. A missing directory of a file is made, if the directory above it exists.
 
-        temporary: the beginning of temporary files' names, which nobody else uses, on the same file
-          system; no such file stays.
+        temporary: the path with which the names of unfinished files begin, on the file system of
+          `paths`; nobody else may use such names. No unfinished file is left behind.
         addresses, sizes, starts: as `read_values` takes them.
-        Returns how many leading files were written, and why the next one was not: an errno; else 0.
-        Raises SwapError if the engine is closed.
+        Returns how many leading files were written, and the errno that kept the next file from
+        being written, or 0. Raises SwapError if the engine is closed.
         """
         done, why = c_int64(), c_int32()
         names = os.fsencode(temporary), joined(paths)
@@ -136,7 +139,7 @@ class Engine:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[c_void_p]:
-        """Lends the handle for a long call of the library, which `close` waits for.
+        """Lends the engine's handle for a long call of the library; `close` waits for that call.
 
         Raises SwapError if the engine is closed.
         """
@@ -151,9 +154,9 @@ class Engine:
                 self._lock.notify_all()
 
     def close(self) -> None:
-        """Fails queued copies, waits for the device and frees everything. May be called again.
+        """Fails queued copies, waits for running ones and frees the engine. May be called again.
 
-        Does nothing in a forked child: the parent may have been in a call at the fork.
+        Does nothing in a forked child, because the parent may have been in a call at the fork.
         """
         if os.getpid() != self._pid:
             return
@@ -178,9 +181,9 @@ class Engine:
 
 
 class Ticket:
-    """A started copy. Dropping the ticket does not stop the copy.
+    """A copy that has been started. It goes on even if nobody keeps the ticket.
 
-    handle: the copy, for other calls of the library.
+    handle: the library's pointer to the copy, an argument of its functions.
     """
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
@@ -190,7 +193,7 @@ class Ticket:
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the end; False after `timeout_s`. Raises SwapError if the copy failed."""
+        """Waits for the copy; returns whether it ended in time. Raises SwapError if it failed."""
         return checked(self._calls.pds_wait, self.handle, int(timeout_s * 1e6)) != abi.Code.PENDING
 
     def __del__(self) -> None:

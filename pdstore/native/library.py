@@ -1,4 +1,4 @@
-"""Library: libpdstore in ctypes (csrc/pdstore.h), and load_library, which finds or builds it."""
+"""Library: libpdstore, called by ctypes (csrc/pdstore.h). load_library: finds or builds it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 ABI = 21
 CPU = -1
 RELAXED = 2
-"""The capture mode in which a thread's calls do not disturb graph captures of other threads."""
+"""The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
 
 
 class CopyPath(enum.IntEnum):
-    """The way a payload's bytes move; AUTO lets the engine choose."""
+    """Ways of copying a payload; with AUTO the engine chooses one of the others."""
 
     AUTO = 0
     BATCH = 1
@@ -54,7 +54,7 @@ _KINDS = {"i32": c_int32, "i64": c_int64, "u64": c_uint64, "bytes": c_char_p}
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
-    """Makes a struct of pdstore.h from fields written `name:type`; a number makes a text."""
+    """Makes a struct of pdstore.h from words `name:type`; a number as type is a text's length."""
     pairs = [word.split(":") for word in fields.split()]
     kinds = [(n, c_char * int(k) if k.isdigit() else _KINDS[k]) for n, k in pairs]
     return type(name, (ctypes.Structure,), {"_fields_": kinds})
@@ -134,7 +134,7 @@ SIGNATURES: dict[str, list[object]] = {
 
 
 def raise_error(error: ctypes.Structure) -> None:
-    """Raises the exception for an `Error`; returns if its code is OK."""
+    """Raises the exception that fits an `Error`; does nothing if its code is OK."""
     code, message = Code(error.code), error.message.decode(errors="replace")
     if code is Code.OK:
         return
@@ -162,12 +162,12 @@ def checked(call: Callable[..., int], *arguments: object) -> int:
 
 
 class Library:
-    """A loaded libpdstore. Raises NativeError for any other file, or another ABI."""
+    """A loaded libpdstore. Raises NativeError for a file that is none, or has another ABI."""
 
     def __init__(self, path: Path) -> None:
         try:
             self.calls = ctypes.CDLL(str(path))
-            # Short calls keep Python's lock: getting it back from a busy engine takes long.
+            # Short calls keep Python's lock: beside a busy engine they would get it back late.
             self.short_calls = ctypes.PyDLL(str(path))
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
@@ -183,19 +183,19 @@ class Library:
         self.num_devices = int(info.num_devices)
 
     def register(self, device: int, address: int, num_bytes: int) -> None:
-        """Pins a range of host memory for a device. Raises SwapError or DeviceError."""
+        """Pins a range of host memory for copies of a device. Raises SwapError or DeviceError."""
         checked(self.calls.pds_register, device, address, num_bytes)
 
     def unregister(self, device: int, address: int) -> None:
-        """Unpins the range that was registered at this address. Raises SwapError."""
+        """Unpins the range that `register` pinned at this address. Raises SwapError."""
         checked(self.calls.pds_unregister, device, address)
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Faults in the pages of a range; threads that each take a piece of it are faster."""
+        """Makes the memory pages of a range present; it is faster on several threads at once."""
         self.calls.pds_populate(address, num_bytes)
 
     def sum_values(self, addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Returns the `block.checksum` of each value in memory, all in one call.
+        """Returns the `block.checksum` of each value in memory, by one call of the library.
 
         Raises ValueError for a value of fewer than 64 bytes.
         """
@@ -207,15 +207,16 @@ class Library:
         return list(sums)
 
     def find_files(self, paths: Sequence[str]) -> list[bool]:
-        """Returns True for each path that has a file."""
+        """Returns for each path whether a file exists there."""
         found = (c_uint8 * len(paths))()
         self.calls.pds_find_files(joined(paths), len(paths), found)
         return list(map(bool, bytes(found)))
 
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
-        """Sets the access and modification times of files in turn, until one fails.
+        """Sets the access and modification times of files, one after the other, until one fails.
 
-        Links are not followed. Returns how many were set, and the errno of the next file, or 0.
+        Follows no link. Each modification time is 1 ns before that of the preceding file.
+        Returns how many files were set, and the errno of the next file, or 0.
         """
         done, why = c_int64(), c_int32()
         ends = (byref(done), byref(why))
@@ -231,12 +232,12 @@ class Library:
 
 
 def joined(names: Sequence[str]) -> bytes:
-    """Returns keys or paths as the library takes them: a zero after each."""
+    """Returns keys or paths as one text for the library: a zero byte follows each of them."""
     return os.fsencode("\0".join(names)) + b"\0"
 
 
 def address_of(view: memoryview) -> int:
-    """The address of a writable buffer's first byte."""
+    """Returns the memory address of a writable buffer's first byte."""
     return _addressof(_first_byte(view))
 
 
@@ -244,9 +245,9 @@ _addressof, _first_byte = ctypes.addressof, c_char.from_buffer
 
 
 class LibraryLoader:
-    """Finds or builds the library; loads the one for GPUs and the one for host memory only once.
+    """Finds or builds the library. Loads each of its two builds once: for GPUs, for host memory.
 
-    find, find_built: called as `find_library` and `find_built` of pdstore.native.build.
+    find, find_built: functions like `find_library` and `find_built` of pdstore.native.build.
     """
 
     def __init__(
@@ -257,17 +258,17 @@ class LibraryLoader:
         self._find = find
         self._find_built = find_built
         self._has_looked = False
-        self._loaded: dict[bool, Library] = {}  # by whether it is for GPUs
-        self._missing: dict[bool, str] = {}  # why: another try would fail as slowly
+        self._loaded: dict[bool, Library] = {}  # key True: the build for GPUs
+        self._missing: dict[bool, str] = {}  # why there is none; finding it is not tried again
         self._warned: set[str] = set()
 
     def load(self, settings: Settings, *, for_gpu: bool) -> Library | None:
-        """Returns the native library; None, after one warning with the reason, if there is none.
+        """Returns the native library. If there is none, warns once with the reason, returns None.
 
         for_gpu: True for copies to or from GPU memory. A library for host memory is built more
-          quickly; one for GPUs can copy host memory as well.
-        Returns None for PDSTORE_NATIVE=off. Raises ConfigError for PDSTORE_NATIVE=require without a
-        library.
+          quickly; a library for GPUs can copy host memory as well.
+        Returns None without a warning if PDSTORE_NATIVE is off. Raises ConfigError if
+        PDSTORE_NATIVE is require and there is no library.
         """
         if settings.native == "off":
             return None
@@ -292,9 +293,9 @@ class LibraryLoader:
         return None
 
     def built(self, settings: Settings) -> Library | None:
-        """Returns the library for host memory if it is built already; else None, without a warning.
+        """Returns a library that can copy host memory if it is built already; else None, silently.
 
-        For threads that must not wait for a compiler. A process looks for a build only once.
+        Threads that must not wait for a compiler call this. A process searches for a build once.
         """
         if settings.native == "off":
             return None
@@ -302,11 +303,11 @@ class LibraryLoader:
             self._has_looked = True
             path = self._find_built()
             if path is not None:
-                with contextlib.suppress(NativeError):  # `load` gives the reason
+                with contextlib.suppress(NativeError):  # `load` will warn with the reason
                     self._loaded[False] = Library(path)
         return self._loaded.get(True) or self._loaded.get(False)
 
 
 _loader = LibraryLoader()
 load_library, built_library = _loader.load, _loader.built
-"""Functions that return the library that the whole process shares; see `LibraryLoader`."""
+"""The methods of the process's one `LibraryLoader`: all callers share its libraries."""

@@ -1,1 +1,1 @@
-"""The half of pdstore in an engine's scheduler process: keys and lookups, no tensors."""
+"""The code that pdstore runs in an engine's scheduler process: keys and lookups, no tensors."""

@@ -16,36 +16,36 @@ Mode: TypeAlias = Literal["auto", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
 Clock: TypeAlias = Callable[[], float]
 
-_KEEP = 0.8  # of an average's weight at each new measurement
-_FEWEST_TOKENS = 512  # fewer tell what a step or a call costs, not what a token does
+_KEEP = 0.8  # each new measurement multiplies the weight of all earlier ones by this
+_FEWEST_TOKENS = 512  # fewer tokens would measure the cost of a step or call, not of a token
 _PROBE_PART = 8
 
 
 class CostAverage:
-    """Seconds for each token as measured lately: the older a measurement, the lighter."""
+    """Moving average of the seconds that a token takes; older measurements weigh less."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
 
     def add_sample(self, num_tokens: float, seconds: float) -> None:
-        """Takes up a measurement, unless it is of too few tokens."""
+        """Adds a measurement to the average; ignores one of fewer than 512 tokens."""
         if num_tokens >= _FEWEST_TOKENS and seconds > 0.0:
             self._tokens = self._tokens * _KEEP + num_tokens
             self._seconds = self._seconds * _KEEP + seconds
 
     @property
     def per_token_s(self) -> float | None:
-        """Seconds that a token takes; None before any measurement."""
+        """Seconds that a token takes; None before the first measurement."""
         return self._seconds / self._tokens if self._tokens else None
 
 
 class Decision(NamedTuple):
     """The part of a prompt that is loaded.
 
-    num_tokens: leading tokens of the prompt that are there when the load has ended.
-    way: `load` for all that was found, `compute` for nothing of it, `both` for the front of it;
-      `none` if nothing was found.
+    num_tokens: how many leading tokens of the prompt the engine has after the load.
+    way: `load`: all tokens that were found are loaded; `compute`: none of them; `both`: only the
+      first of them. `none`: no tokens were found.
     """
 
     num_tokens: int
@@ -54,10 +54,10 @@ class Decision(NamedTuple):
 
 @dataclass
 class _Prompt:
-    """A prompt whose KV is not all there.
+    """A prompt whose KV the engine does not have completely yet.
 
-    at: the first token that has to be computed.
-    num_loading: tokens that are being loaded.
+    at: the number of the first token that has to be computed.
+    num_loading: how many of its tokens are being loaded.
     """
 
     num_tokens: int
@@ -68,24 +68,25 @@ class _Prompt:
 
 
 class PromptTimes:
-    """Decides what is loaded, by what prompts cost to load and to compute. Made once for an engine.
+    """Decides which part of each prompt is loaded, by the measured times to load and to compute.
 
-    - `auto` compares the time of all that is being loaded and what was found with the time of all
-      that waits to be computed and what was found. The times of loads are weighted by what a token
-      costs to load, in terms of computing it: what goes a slow way delays what comes behind it.
-      A way that was not measured yet is tried by one prompt, loading first.
-    - While it computes everything, one request in `probe_every` loads the front of what was found,
-      to notice a store that has become fast.
-    - `never` computes all. An engine that always loads has none of this.
+    - `auto` compares two times: to load what was found behind all tokens that are being loaded,
+      and to compute what was found behind all tokens that wait to be computed. The first time is
+      multiplied by a token's load time divided by its computing time (by the square of this ratio
+      if it is below 1), because a slow load delays the loads behind it. Until both times are
+      measured, the first prompt is loaded, and later ones are loaded or computed to measure both.
+    - While `auto` computes all prompts, one request in `probe_every` still loads the first part of
+      what was found, to notice if the store has become fast.
+    - `never` computes all prompts. With PDSTORE_LOAD=always there is no PromptTimes.
 
-    An engine may begin a step before the one before it has ended. But a request has its first token
-    only when its prompt is computed. So the time is cut there, and each part of it belongs to all
-    tokens of prompts whose steps began in it.
+    Steps may overlap, so the time of one step cannot be measured. But a request gets its first
+    token when its prompt is computed. So the time between two first tokens is measured, and is
+    counted for all prompt tokens whose steps began in that time.
 
-    may_split: the front of what was found may be loaded alone; a sliding window forbids it, because
-      only the blocks before its end were looked for.
-    metrics: counts decisions.
-    For one thread. Every prompt that was decided is `forget`ed at its request's end.
+    may_split: True if the first part of what was found may be loaded without the rest. False with
+      sliding windows: of such layers only the last blocks of what was found were looked up.
+    metrics: counts the decisions.
+    Only one thread may call it. When a request ends, the caller must call `forget`.
     """
 
     def __init__(
@@ -104,35 +105,37 @@ class PromptTimes:
         self._metrics = metrics
         self._may_split = may_split
         self._probe_every = probe_every
-        self._num_computed = 0  # prompts in a row
+        self._num_computed = 0  # consecutive prompts for which computing was quicker
         self._load_cost = CostAverage()
         self._compute_cost = CostAverage()
         self._prompts: dict[Hashable, _Prompt] = {}
         self._is_cold = True
         self._last_load_end = 0.0
-        self._most_loading = 0  # tokens at once since the last measurement of loads
-        self._num_brought = 0  # tokens since then
-        self._busy_s = 0.0  # in which they were brought
-        self._running: set[Hashable] = set()  # whose prompt is being computed
-        self._num_begun = 0  # tokens of prompts whose steps began since the last prompt's end
-        self._since = 0.0
-        self._step_s = 0.0  # of the last step that computed few tokens: a load needs one, too
+        self._most_loading = 0  # maximum number of tokens in loading since the last measurement
+        self._num_brought = 0  # tokens loaded since the last measurement
+        self._busy_s = 0.0  # seconds in which any load ran since the last measurement
+        self._running: set[Hashable] = set()  # requests whose prompts are being computed
+        self._num_begun = 0  # prompt tokens whose steps began since a prompt was last computed
+        self._since = 0.0  # when a prompt was last computed
+        self._step_s = 0.0  # time of the last step for few tokens; a loaded prompt needs one, too
 
     @classmethod
     def from_settings(
         cls, settings: Settings, namespace: Namespace, metrics: Metrics
     ) -> PromptTimes | None:
-        """Returns one for the engine's KV cache; None where nothing is decided: all is loaded."""
+        """Returns a PromptTimes; None if PDSTORE_LOAD is `always`, because nothing is decided."""
         if settings.load == "always":
             return None
         may_split = not namespace.windows
         return cls(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
 
     def decide(self, name: Hashable, *, start: int, found: int, num_tokens: int) -> Decision:
-        """Decides for a prompt of which the engine has `start` tokens and the pool `found`.
+        """Decides how much of a prompt is loaded.
 
-        name: of the request; asked again, it is decided anew. A load counts as begun from now on,
-          until `load_ended`.
+        name: the request's name; a second call for a request replaces the first decision. The load
+          counts as running from this call until `load_ended`.
+        start: how many leading tokens of the prompt the engine has.
+        found: how many leading tokens the pool has.
         """
         self._prompts.pop(name, None)
         num_loading = self._num_loading()
@@ -146,13 +149,13 @@ class PromptTimes:
         return Decision(end, way)
 
     def load_ended(self, name: Hashable, num_present: int, seconds: float) -> None:
-        """Takes up the end of a load: so many leading tokens of the prompt are there now.
+        """Records that a load has ended; the engine now has `num_present` leading tokens.
 
-        seconds: that the load took, until it ended, not until the engine saw that.
+        seconds: how long the load took; not how long it took until the engine saw its end.
 
-        A measurement goes on until all is brought that was on its way, because loads share the
-        store's rate. The first one does not count: connections are made, and memory is touched for
-        the first time.
+        Loads share the store's rate, so those that run at the same time make one measurement. The
+        first measurement is not used: in it, connections are opened, and memory is touched for the
+        first time.
         """
         prompt = self._prompts.get(name)
         if prompt is None or not prompt.num_loading:
@@ -167,7 +170,7 @@ class PromptTimes:
         if num_left and self._num_brought < self._most_loading:
             return
         if prompt.way == "both":
-            self._load_cost = CostAverage()  # what a probe shows counts alone
+            self._load_cost = CostAverage()  # a probe's measurement replaces all earlier ones
         if not self._is_cold:
             self._load_cost.add_sample(self._num_brought, self._busy_s)
         self._is_cold = False
@@ -176,7 +179,7 @@ class PromptTimes:
         self._busy_s = 0.0
 
     def begin_step(self, name: Hashable, start: int, stop: int) -> None:
-        """Adds the tokens of a prompt that a step computes."""
+        """Records that a step begins to compute tokens `start` to `stop` - 1 of a prompt."""
         if not self._running:
             self._since = self._clock()
             self._num_begun = 0
@@ -186,7 +189,7 @@ class PromptTimes:
             prompt.at = stop
 
     def end_prompt(self, name: Hashable) -> None:
-        """Ends a prompt that is computed, and with it the time of all that ran since the last."""
+        """Records that a prompt is computed; this ends a measurement of the time to compute."""
         if name not in self._running:
             return
         self._running.remove(name)
@@ -201,16 +204,16 @@ class PromptTimes:
             self._metrics.decisions.labels(prompt.way).inc()
 
     def forget(self, name: Hashable) -> None:
-        """Forgets a prompt: its request has ended, however far it came."""
+        """Forgets the prompt of a request that has ended, even if it was not computed."""
         self._prompts.pop(name, None)
         self._running.discard(name)
 
     def _num_loading(self) -> int:
-        """Returns how many tokens the store has to bring."""
+        """Returns how many tokens of all prompts are being loaded."""
         return sum(prompt.num_loading for prompt in self._prompts.values())
 
     def _end_of_load(self, start: int, found: int, num_loading: int) -> int:
-        """Returns the end of the load that is quicker than computing; once in a while of a part."""
+        """Returns where the load ends: at `start` (no load), at `found`, or between for a probe."""
         backlog = sum(prompt.num_tokens - prompt.at for prompt in self._prompts.values())
         num_own = found - start
         load_s, compute_s = self._load_cost.per_token_s, self._compute_cost.per_token_s

@@ -1,7 +1,7 @@
-"""HandoffWatch: waits for the markers of all of an instance's hand-offs, and answers their lookups.
+"""HandoffWatch: waits for the markers of all hand-offs to an instance, and ends their lookups.
 
-Locking: there is none. Any thread may call `add` and `close`; once added, a HandoffWait is used
-only by the watch's own thread.
+There are no locks. Any thread may call `add` and `close`. After `add`, only the watch's own thread
+uses the HandoffWait.
 """
 
 # Decision: docs/decisions/014-lookups-never-block.md
@@ -22,9 +22,9 @@ from pdstore.store.base import Store
 from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
-_PAUSE_S = 0.1  # between two looks without news; an ended lookup is noticed as late
-_SOON_S = 0.01  # between two looks for a doubtful hand-off
-_DOUBT_S = 0.02  # how long a doubtful hand-off may take to show a sign of P
+_PAUSE_S = 0.1  # maximum time between two calls of the store while it tells no change
+_SOON_S = 0.01  # the same for a doubtful hand-off: P could not store all of its last save
+_DOUBT_S = 0.02  # a doubtful hand-off without `started` or `done` after this time has failed
 
 
 class Verdict(enum.Enum):
@@ -45,19 +45,19 @@ _REASONS = {
     Verdict.LATE: Reason.HANDOFF_LATE,
     Verdict.OTHER_POOL: Reason.OTHER_POOL,
 }
-"""Why a prompt may be incomplete after a verdict."""
+"""For some verdicts, the reason why the pool may have only a part of the prompt."""
 
 
 class HandoffWait(Waiter):
-    """One lookup's wait for P's markers. It is added to a `KeyWatch`, which asks the store.
+    """The wait of one lookup for P's markers. A `KeyWatch` asks the store for them.
 
     A lookup that follows ends as soon as P has answered. If the router asked P and D at the same
-    time, it ends as soon as P has begun to compute.
+    time, the lookup ends as soon as P has stored `started`.
 
     lookup: a lookup with a hand-off.
-    end: called once, with the verdict that ends the lookup, or the error of the store.
-    is_elsewhere: returns whether P uses another pool; called once, at the first look.
-    clock: monotonic seconds; `asked_at` is a time of it.
+    end: a function that ends the lookup; called once, with a verdict or with the store's error.
+    is_elsewhere: returns whether P uses another pool; called once, after the first answer.
+    clock: returns monotonic seconds; `asked_at` is such a time.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class HandoffWait(Waiter):
         self._failed = name.failed(namespace)
         self._started = name.started(namespace)
         self._done = [name.done(namespace, n) for n in range(namespace.num_shards)]
-        self._num_asked = 1  # of `_done`: while the first is missing, the others are not asked for
+        self._num_asked = 1  # how many of `_done` to ask for; only one until that is stored
         self._is_doubtful = self.handoff.last_save is not None
         self._doubtful_until = float("inf")
         self._pulse: Pulse | None = None
-        if name.instance is not None:  # P is alive: its answer has just come
+        if name.instance is not None:  # P's answer has just come, so P is alive now
             self._pulse = Pulse(namespace, name.instance, clock=clock)
 
     def wanted(self) -> list[BlockKey]:
-        """Returns the keys to look for next."""
+        """Returns the keys that the store is to be asked for next."""
         signs = [self._failed]
         if self.lookup.follows or self._is_doubtful:
             signs.append(self._started)
@@ -95,7 +95,7 @@ class HandoffWait(Waiter):
         return [*self._done[: self._num_asked], *signs, *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
-        """Judges what is stored now, and the time; ends the lookup if that gives a verdict."""
+        """Ends the lookup if there is a verdict; else returns the seconds until the next call."""
         verdict = self._judge(stored, asked_at)
         if verdict is not None:
             self._end(self, verdict)
@@ -110,7 +110,7 @@ class HandoffWait(Waiter):
         return None
 
     def _judge(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
-        """Returns why the wait is over, or None."""
+        """Returns why the wait is over; None if it goes on."""
         if self.lookup.is_answered:
             return Verdict.ANSWERED
         if not self._was_asked:
@@ -141,17 +141,17 @@ class HandoffWait(Waiter):
         if self._is_doubtful or not self.lookup.follows:
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
-            return None if has_news else Verdict.BEGUN  # look for other shards' `done` now
+            return None if has_news else Verdict.BEGUN  # first ask for the other shards' `done`
         return Verdict.BEGUN if has_started else None
 
 
 class HandoffWatch:
-    """Ends each lookup when all of P's markers are stored, P has failed or died, or time is up.
+    """Waits for the hand-offs of many lookups; ends each lookup when there is a `Verdict` on it.
 
-    find: makes the match that ends a lookup; its second argument is why the prompt may be
-      incomplete, or None.
+    find: returns the match that ends a lookup; its second argument is the reason why the pool may
+      have only a part of the prompt, or None.
     patience_s: how long a call of the store may take before it counts as stuck.
-    is_elsewhere: tells whether a hand-off's P uses another pool; may ask the store.
+    is_elsewhere: returns whether the P of a hand-off uses another pool; may ask the store.
     """
 
     def __init__(
@@ -184,16 +184,16 @@ class HandoffWatch:
         self._watch.add(wait)
 
     def __len__(self) -> int:
-        """Number of lookups that wait, as of the last look."""
+        """Number of lookups that the watch has not ended yet."""
         return len(self._waiting)
 
     @property
     def is_stuck(self) -> bool:
-        """True while a store call takes too long: a new lookup would wait in vain."""
+        """True while a store call takes too long, so that a new lookup would get no answer."""
         return self._watch.is_stuck
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stops the threads and ends the lookups that wait."""
+        """Stops the threads and ends all lookups that still wait."""
         self._watch.close(timeout_s)
 
     def _end(self, wait: HandoffWait, why: Verdict | Exception) -> None:
@@ -211,7 +211,7 @@ class HandoffWatch:
             self._match(lookup, why)
 
     def _match(self, lookup: Lookup, why: Verdict) -> None:
-        """Ends a lookup with what is stored now."""
+        """Ends a lookup with a match of what the pool has now."""
         if why in (Verdict.DONE, Verdict.LATE):
             waited_s = time.monotonic() - lookup.started_at
             self._metrics.handoff_wait_seconds.observe(waited_s)
@@ -219,6 +219,6 @@ class HandoffWatch:
             return
         is_unheard = why in (Verdict.LATE, Verdict.DEAD)
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):
-            why = Verdict.OTHER_POOL  # the store did not answer when the lookup came
+            why = Verdict.OTHER_POOL  # at the first answer, the pool's id was not known
         fault = Match.miss(lookup.keys, Reason.FAULT)
         lookup.finish(call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault))

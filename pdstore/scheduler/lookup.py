@@ -1,4 +1,4 @@
-"""Lookup: a question of the scheduler to the store. Match: its answer. LookupQueue: asks."""
+"""Lookup: asks what the pool has of a prompt. Match: the answer. LookupQueue: finds answers."""
 
 # Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.store.base import Store, count_of
 from pdstore.threads import Deadline, Ticker, call_or
 
-_MATCH_S = 1.0  # for the last match of a hand-off, after the wait for its marker
+_MATCH_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
 _MOST_GAPS = 8
 _SHORT = 8
-"""A prompt of at most so many blocks is looked up whole, not its first block alone before."""
+"""Of a prompt of more blocks than this, the first block is looked up alone before the others."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """The part of a prompt that the pool has, from its first token on.
+    """The leading blocks of a prompt that the pool has.
 
-    keys: the blocks that are stored, to be given to `KVPool.load`.
-    num_tokens: the tokens in them.
-    reason: why it is not the whole prompt, or not all that P handed over; None if it is all.
-    error: the store's error behind the reason, if there was one.
-    follow: a hand-off that is still being saved: the blocks are stored already or will be soon, and
-      the load has to follow it (`KVPool.load(..., follow=)`). None for blocks that are stored.
+    keys: the keys of these blocks, an argument for `KVPool.load`.
+    num_tokens: the number of tokens in these blocks.
+    reason: why these are not all blocks that were looked up; None if they are.
+    error: the store's error that is behind the reason, if there was one.
+    follow: None if the blocks are stored. Else the id of a hand-off that P still saves: the blocks
+      may come later, so the load must follow the hand-off (`KVPool.load(..., follow=)`).
     """
 
     keys: PromptKeys
@@ -42,24 +42,24 @@ class Match:
 
     @classmethod
     def miss(cls, keys: PromptKeys, reason: Reason, error: Exception | None = None) -> Match:
-        """Returns the match of a prompt that was not found."""
+        """Returns a match without any block, and the reason for that."""
         return cls(keys.prefix(0), 0, reason, error=error)
 
     @classmethod
     def following(cls, keys: PromptKeys, handoff: Handoff) -> Match:
-        """Returns the match of a hand-off that P has begun: the blocks of both prompts."""
+        """Returns the match of a hand-off that P still saves: the blocks that P and D share."""
         theirs, ours = handoff.num_tokens, keys.num_tokens
-        if theirs is not None and theirs != ours:  # then the tails differ
+        if theirs is not None and theirs != ours:  # the tails differ; full blocks are shared
             keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
         return cls(keys, keys.num_tokens, None, follow=handoff.id)
 
 
 def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
-    """Returns a copy of a prompt's keys that ends where the handed-over prompt ends.
+    """Returns a copy of the keys of D's prompt that ends where P's prompt ends.
 
-    A router may append P's first token to the prompt that it sends to D. Then the tail that P has
-    stored is the tail of the shorter prompt. If P's prompt ends before the last block of D's, all
-    keys of D's prompt are kept, because the prompts share only whole blocks.
+    A router may append P's first token to the prompt that it sends to D. Then P has stored the tail
+    of the shorter prompt. If P's prompt ends before the last block of D's prompt begins, the copy
+    has all keys of D's prompt, because the two prompts share only full blocks.
     """
     num_tokens = handoff.num_tokens if handoff is not None else None
     start_of_last = max(0, len(keys) - 1) * keys.block_tokens
@@ -71,13 +71,13 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
 class Lookup:
     """A match under way. It ends once: with an answer, by `cancel`, or when its time is up.
 
-    Any thread may call it, but no signal handler, because it takes locks.
+    Any thread may call it. A signal handler must not, because it takes locks.
 
-    keys: the prompt.
-    handoff: the hand-off whose markers it waits for; None for the pool as it is now.
-    follows: True to end when P has begun, False to end when P's last `done` is stored.
-    wait_s: seconds for the answer; with a hand-off, for its markers.
-    count: called with the match when the lookup ends.
+    keys: the keys of the prompt.
+    handoff: the hand-off whose markers the lookup waits for; None to match at once.
+    follows: True to end when P has begun, False to end when the last `done` of P is stored.
+    wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.
+    count: a function that is called with the match when the lookup ends.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Lookup:
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
         self._count = count
-        self._answers: list[Match] = []  # the first one counts
+        self._answers: list[Match] = []  # only the first one is used
         self._ended = threading.Event()
 
     def poll(self) -> Match | None:
-        """Returns the match; None while there is none, at most until the deadline. Never blocks."""
+        """Returns the match; None until the lookup has ended or its time is up. Never blocks."""
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
         return self._answers[0] if self._answers else None
@@ -115,14 +115,14 @@ class Lookup:
         return found
 
     def cancel(self) -> None:
-        """Ends the lookup, because its request needs no answer any more."""
+        """Ends the lookup of a request that needs no answer any more."""
         self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
-        """Ends the lookup with this match unless it has ended."""
+        """Ends the lookup with this match, unless it has ended before."""
         if self._answers:
             return
-        self._answers.append(found)  # atomic, so one of several threads is the first
+        self._answers.append(found)  # atomic: one thread's match is the first for all threads
         if self._answers[0] is found:
             self._ended.set()
             self._count(found)
@@ -134,18 +134,18 @@ class Lookup:
 
 
 class LookupQueue:
-    """Answers lookups of the pool as it is now, one after the other on its own thread.
+    """Answers lookups that have no hand-off, one after the other, on a thread of its own.
 
     Any thread may add a lookup.
 
-    find: asks the store; an exception ends only that lookup, as a fault.
+    find: asks the store and returns a match. If it raises, the lookup ends with `Reason.FAULT`.
     patience_s: how long a call of the store may take before it counts as stuck.
     """
 
     def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
         self._find = find
         self._patience_s = patience_s
-        self._call_deadline: Deadline | None = None  # while a call runs
+        self._call_deadline: Deadline | None = None  # None while no call runs
         self._lookups: deque[Lookup] = deque()
         self._thread = Ticker("pdstore-lookups", self._turn)
 
@@ -158,12 +158,12 @@ class LookupQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """True while a store call takes too long: a new lookup would wait in vain."""
+        """True while a store call takes too long, so that a new lookup would get no answer."""
         deadline = self._call_deadline
         return deadline is not None and deadline.is_over()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stops the thread and ends the lookups that it did not answer."""
+        """Stops the thread and ends the lookups that the thread has not answered."""
         self._thread.stop(timeout_s)
         while (lookup := self._next()) is not None:
             lookup.finish(Match.miss(lookup.keys, Reason.CLOSED))
@@ -186,9 +186,9 @@ class LookupQueue:
 
 
 def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
-    """Returns how much of the prompt the store has; an error of the store is a miss.
+    """Returns which leading blocks of the prompt the store has; none if the store fails.
 
-    because: the known reason why the prompt may be incomplete.
+    because: the reason for the match if the store does not have all blocks; None: ABSENT.
     """
     try:
         num_blocks = num_usable(store, keys)
@@ -201,14 +201,14 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
 
 
 def num_usable(store: Store, keys: PromptKeys) -> int:
-    """Returns how many leading blocks can be loaded, to compute on after them. Raises StoreError.
+    """Returns after how many leading blocks an engine can continue if it loads them.
 
-    A KV group with a sliding window needs only the blocks that the next token sees: those in the
-    window before the end. A gap in them makes the prompt end before the gap.
+    Of a KV group with a sliding window, the engine needs only the blocks in the window before the
+    token where it continues. If one is missing, it continues where that begins. Raises StoreError.
     """
     parts, windows = keys.namespace.parts, keys.namespace.windows
     if not windows:
-        # most prompts are new to the pool, and to make all keys of a long prompt takes a while
+        # the pool has nothing of most prompts, and making all keys of a long prompt takes long
         first = keys.prefix(keys.block_tokens).store_keys(parts)
         if len(keys) > _SHORT and _match(store, first) < len(first):
             return 0
@@ -228,7 +228,7 @@ def _match(store: Store, keys: Sequence[BlockKey]) -> int:
 
 
 def _last_gap(store: Store, keys: PromptKeys) -> int | None:
-    """Returns the last block in the windows before the end of `keys` that is not stored whole."""
+    """Returns the last block that is missing in the windows before the end of `keys`, or None."""
     wanted: list[tuple[int, BlockKey]] = []
     for part in keys.namespace.parts:
         window = keys.namespace.windows.get(part.group)

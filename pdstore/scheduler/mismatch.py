@@ -53,7 +53,7 @@ _OTHER_WEIGHTS = (
 
 
 class MismatchLog:
-    """Logs one message at most once in `silence_s` seconds, and all together one in `pause_s`."""
+    """Logs a message again only after `silence_s`, and no two messages within `pause_s` seconds."""
 
     def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0) -> None:
         self._silence_s = silence_s
@@ -62,7 +62,7 @@ class MismatchLog:
         self._next = Deadline(0.0)
 
     def warn(self, message: str, about: str | None = None) -> None:
-        """Logs a message; of messages with the same `about`, only the first."""
+        """Logs a message unless it is too soon. Messages with equal `about` count as the same."""
         last = self._said.get(about or message)
         if (last is not None and not last.is_over()) or not self._next.is_over():
             return
@@ -76,9 +76,9 @@ class MismatchLog:
 class PoolIdentity:
     """Keeps the id of the pool behind a store, and asks for it again every `age_s` seconds.
 
-    A store that was restarted empty is another pool with a new id, and it may be restarted several
-    times. Other instances notice that later, and may have seen an id that this instance never saw.
-    So for twice `age_s` after a change, no other instance counts as using another pool.
+    A store that is restarted empty is another pool with a new id. Other instances may notice this
+    later than this instance, or may notice a restart that this instance missed. So for twice
+    `age_s` after the id has changed, every other instance counts as using the same pool.
     Any thread may call it.
     """
 
@@ -90,18 +90,18 @@ class PoolIdentity:
         self._deadline = Deadline(0.0)
 
     def refresh(self) -> float:
-        """Asks the store if it is time to; if the store raises, the id stays as it was.
+        """Asks the store for the id if the last answer is `age_s` old; keeps the id if that fails.
 
-        Returns the seconds until it is time again.
+        Returns the seconds until the store has to be asked again.
         """
         if self._deadline.is_over():
             self._ask()
         return self._deadline.remaining_s()
 
     def is_same(self, pool_id: str | None) -> bool:
-        """Returns whether an instance with this `pool_id` uses this pool, or may do so.
+        """Returns False if an instance with this `pool_id` surely uses another pool, else True.
 
-        Asks the store again before it returns False. If the store tells no id, returns True.
+        Asks the store for its id again before it returns False. Returns True if there is no answer.
         """
         return self._may_be(pool_id) or not self._ask() or self._may_be(pool_id)
 
@@ -110,7 +110,7 @@ class PoolIdentity:
         return is_open or pool_id == (self.current or b"").hex()
 
     def _ask(self) -> bool:
-        """Asks the store. Returns False, and keeps the old id, if the store tells none."""
+        """Asks the store for its id. If there is no answer, returns False and keeps the old id."""
         self._deadline = Deadline(self._age_s)
         pool_id = call_or(self._read, None)
         if pool_id is None:
@@ -123,16 +123,16 @@ class PoolIdentity:
     def _read(self) -> bytes | None:
         try:
             return read_pool_id(self._store)
-        except StoreError:  # the calls that need the store report it
+        except StoreError:  # other calls of the store report its errors
             return None
 
 
 class Mismatches:
     """Compares this instance with those that hand prompts over to it; warns of differences.
 
-    pool: the pool behind the store.
-    weights_files: a digest of the weights' files, once a thread has read them; None before, and if
-      they are not to be compared.
+    pool: the id of the pool behind the store.
+    weights_files: a digest of the weights' files; None until a thread has read the files, and for
+      ever if there is nothing to compare.
     router_duty, weights_of: as `PrefixCacheManager` takes them.
     Any thread may call it.
     """
@@ -163,14 +163,14 @@ class Mismatches:
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads."""
         if self._reader is not None:
-            self._reader.stop(0.1)  # it may read for minutes, and holds no resource
+            self._reader.stop(0.1)  # the thread may read files for minutes; it holds no lock
         self._pool_thread.stop(timeout_s)
 
     def check_roles(self, params: Mapping[str, Json] | None, *, is_prefill: bool) -> None:
-        """Warns of a request that came to the wrong instance.
+        """Logs a warning about a request that came to the wrong instance.
 
-        is_prefill: True if this instance prefills the request for another instance; False if it
-          looks the prompt up.
+        is_prefill: True if this instance prefills the request for another instance; False if this
+          instance looks up the request's prompt.
         """
         asked = Handoff.of(params) if is_prefill else None
         if asked is not None and asked.num_tokens is not None:
@@ -180,9 +180,10 @@ class Mismatches:
             self._log.warn(_PREFILL_AT_DECODE)
 
     def fits(self, handoff: Handoff, keys: PromptKeys, num_tokens: int) -> bool:
-        """Returns whether P's KV can be used here. Warns if not, and if the KV may be wrong.
+        """Returns whether P's KV can be used here. Warns if it cannot, and if it may be wrong KV.
 
-        keys: keys of the prompt, which had `num_tokens` tokens before it was cut to P's prompt.
+        keys: the keys of this instance's prompt, cut where P's prompt ends.
+        num_tokens: the tokens of this instance's prompt before it was cut.
         """
         if handoff.namespace not in (None, self._namespace.hex):
             differences = self._namespace.differences(handoff.fields)
@@ -195,14 +196,14 @@ class Mismatches:
             message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
             self._log.warn(message, about=_OTHER_TOKENS)
         theirs, ours = handoff.weights_files, self.weights_files
-        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one names a commit
+        if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one is a commit
             peer, named = handoff.id.instance or "", self._settings.weights
             message = _OTHER_WEIGHTS.format(peer[:8], theirs, ours, named)
             self._other_weights.warn(message, about=peer)
         return True
 
     def is_elsewhere(self, handoff: Handoff) -> bool:
-        """Returns whether P uses another pool, with a warning if so. May ask the store."""
+        """Returns whether P uses another pool; warns if it does. May ask the store."""
         if self.pool.is_same(handoff.pool_id):
             return False
         ours, label = self.pool.current or b"", self._label
@@ -214,7 +215,7 @@ class Mismatches:
         return True
 
     def check_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
-        """Warns if a prompt is absent that should be in the pool; not every prompt should be."""
+        """Warns if blocks that P published are gone, or if D has no hand-off and finds nothing."""
         if found.reason is not Reason.ABSENT:
             return
         if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):

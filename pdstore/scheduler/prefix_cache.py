@@ -1,7 +1,7 @@
 """PrefixCacheManager: keys, matches and hand-offs, in the scheduler process, without tensors.
 
-Lookups with a hand-off and lookups without one have a thread each, so that neither kind waits for
-the other.
+One thread answers lookups that have a hand-off. Another thread answers lookups that have none. So
+neither kind waits for the other kind.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 1.0  # to stop all threads; closing the store has another second
+_STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
 _RELAY = "relay the kv_transfer_params of its answer"
 
 
 class PrefixCacheManager:
-    """Makes keys and finds out how much of a prompt the pool has.
+    """Makes the keys of a prompt and finds out how much of the prompt the pool has.
 
-    Only the scheduler's thread may call it, and no signal handler, because it takes locks.
+    Only the scheduler's thread may call it. A signal handler must not, because it takes locks.
 
-    store: None opens PDSTORE_STORE; a given store must be closed by the caller.
-    longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
+    store: a store, which the caller has to close; None to open PDSTORE_STORE.
+    longest_prompt: the maximum number of tokens of a prompt in the engine; None if not known.
     router_duty: what the router has to do for a hand-off; D logs it when it finds nothing.
-    lookup_wait_s: how long a prompt without a hand-off waits for the store's answer.
-    weights_of: a function like `weights_revision`. With it, D warns if P has other weight files
-      under the same PDSTORE_WEIGHTS.
-    Raises ConfigError for a bad store URL, StoreError when the store is required and does not
-    answer.
+    lookup_wait_s: how long a lookup without a hand-off waits for the store's answer.
+    weights_of: a function that returns the weights' revision for given settings. With it, D warns
+      if P and D have the same PDSTORE_WEIGHTS but different weight files.
+    Raises ConfigError for a bad store URL, StoreError if PDSTORE_REQUIRE_STORE is set and the store
+    does not answer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PrefixCacheManager:
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
         self._instance = new_id()
-        self._last_save: str | None = None  # why it fell short; None: it did not
+        self._last_save: str | None = None  # why it did not store everything; None if it did
         self._mismatches = Mismatches(
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
@@ -95,17 +95,17 @@ class PrefixCacheManager:
     ) -> PromptKeys:
         """Returns the names of a prompt's blocks.
 
-        token_ids: the prompt's, each in [0, 2**31).
+        token_ids: the token ids of the prompt, each in [0, 2**31).
         lora, cache_salt, items: as `PromptKeys` takes them.
-        Raises ValueError for an id that does not fit.
+        Raises ValueError for a token id outside this range.
         """
         keys = PromptKeys(self.namespace, lora=lora, cache_salt=cache_salt, items=items)
         return keys.extend(token_ids)
 
     def match(self, keys: PromptKeys) -> Match:
-        """Returns how much of the prompt the pool has now. Blocks; an error of the store is a miss.
+        """Returns which leading blocks of the prompt the pool has now; none if the store fails.
 
-        It blocks as long as the store hangs; `lookup` does not.
+        The caller waits for the store, even if the store hangs; `lookup` does not wait.
         """
         refusal = self._refuse()
         found = Match.miss(keys, refusal) if refusal else find(self._store, keys)
@@ -115,35 +115,35 @@ class PrefixCacheManager:
     def lookup(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
         """Starts a match and returns at once.
 
-        If `params` name a hand-off, the match waits for P's markers, up to a deadline. If P's
-        prompt is a little shorter than `keys`, the match is of P's prompt.
+        If `params` have a hand-off, the match waits for P's markers, up to a deadline. If P's
+        prompt ends within the last block of `keys`, P's prompt is matched instead of `keys`.
 
-        params: the request's `kv_transfer_params`; if None, or without a "pdstore" entry, the pool
-          is matched as it is now.
-        Raises ValueError for a hand-off that is malformed.
+        params: the request's `kv_transfer_params`. If they are None or have no entry "pdstore", the
+          match waits for no marker.
+        Raises ValueError for a malformed hand-off.
         """
         return self._start(keys, params, follows=False)
 
     def follow(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
 
-        The match's `follow` names the hand-off, unless all is stored by now: give it to
-        `KVPool.load(..., follow=)`. With the params of P's answer, the match comes after one call
-        of the store. If the router sent the request to P and D at the same time, the match comes
-        when P begins to compute.
+        If P still saves the prompt, the match's `follow` is the hand-off's id, an argument for
+        `KVPool.load(..., follow=)`. With the `kv_transfer_params` of P's answer, the match comes
+        after one call of the store. If the router sent the request to P and D at the same time, the
+        match comes when P has stored the marker `started`.
         """
         return self._start(keys, params, follows=True)
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
-        """Notes how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
+        """Records how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
             if reason not in (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED):
                 self._last_save = reason and reason.value
 
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
-        """True if this instance is P for a request: it announces and publishes the prompt.
+        """Returns whether this instance is P for a request: whether it has to hand the prompt off.
 
-        params: the request's `kv_transfer_params`; they decide where PDSTORE_ROLE is `both`.
+        params: the request's `kv_transfer_params`; they decide if PDSTORE_ROLE is `both`.
         """
         role = self._settings.role
         return role == "prefill" or (
@@ -155,12 +155,12 @@ class PrefixCacheManager:
     ) -> tuple[HandoffId, dict[str, Json]]:
         """Returns a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
-        Give the returned HandoffId to the pool unchanged: it names this instance, whose beats have
-        that name while the pool saves.
+        Give the returned HandoffId to `KVPool.save` unchanged: it has the id of this instance,
+        under which the pool stores beats while it saves.
 
         params: the request's `kv_transfer_params`. If they already hold a hand-off id, that id is
           used instead of a new one: a router that asks P and D at the same time has chosen it.
-        A read-only instance (PDSTORE_PUBLISH=0) returns empty params, so that no D waits for it.
+        With PDSTORE_PUBLISH=0 the returned params are empty, because nothing will be stored.
         """
         asked = Handoff.of(params)
         self._mismatches.check_roles(params, is_prefill=True)
@@ -180,17 +180,17 @@ class PrefixCacheManager:
 
     @property
     def pool_id(self) -> bytes | None:
-        """The id of the pool behind the store; None until the store has told it."""
+        """The id of the pool behind the store; None until the store has answered once."""
         return self._mismatches.pool.current
 
     @property
     def lease_s(self) -> float:
-        """Seconds that the store keeps a matched value; 0 if the store does not tell (yet)."""
+        """Seconds for which the store keeps a matched value; 0 if it has not told (yet)."""
         return self._store.lease_s
 
     @property
     def problem(self) -> str | None:
-        """The trouble of the store now, in a sentence; None while all is well."""
+        """A sentence about the store's present trouble; None if there is none."""
         return problem_of(self._store)
 
     @property
@@ -199,12 +199,12 @@ class PrefixCacheManager:
         return len(self._queue) + len(self._watch)
 
     def clear(self) -> bool:
-        """Forgets all values of this namespace, whoever saved them. Any thread may call it.
+        """Forgets all values of this namespace, also those of other instances.
 
-        It blocks while the store looks through its keys. A save that runs meanwhile may still store
-        values: end running saves first.
-        Returns True when all values are gone; False, with a line in the log, if the store fails:
-        then some of the values may be gone.
+        Any thread may call it. The caller waits while the store searches all its keys. A save that
+        runs meanwhile may still store values, so end running saves first.
+        Returns True if all values are gone. If the store fails, logs a warning and returns False;
+        some of the values may be gone then.
         """
         try:
             self._store.clear(self.namespace.hex)
@@ -217,8 +217,8 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and closes the store if the manager opened it. May be called again.
 
-        It takes at most 2 s, whatever the store does. In the child of a fork it does nothing:
-        threads and connections are the parent's.
+        It takes at most 2 s, even if the store hangs. In the child of a fork it does nothing,
+        because threads and connections belong to the parent.
         """
         self._closed = True
         if os.getpid() != self._pid:
@@ -250,7 +250,7 @@ class PrefixCacheManager:
         return lookup
 
     def _refuse(self) -> Reason | None:
-        """Returns why a lookup cannot be answered now, so that it ends at once; None if it can."""
+        """Returns the reason with which new lookups must end at once; None if they can be asked."""
         if self._closed or os.getpid() != self._pid:
             return Reason.CLOSED
         is_stuck = self._queue.is_stuck or self._watch.is_stuck

@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class Faulty(WrapperStore):
-    """Wraps a store, and fails by a seeded chance or when told to.
+    """Wraps a store; its calls fail by chance, with given rates, or hang after `hold`.
 
-    `faulty+redis://host?seed=7&error_rate=0.01` wraps the store that the rest of the URL names, to
-    rehearse what an engine does when its store fails. A rate that the URL leaves out is 0.02.
+    The URL `faulty+redis://host?seed=7&error_rate=0.01` wraps `redis://host`, to rehearse what an
+    engine does when its store fails. A rate that the URL leaves out is 0.02.
 
-    seed: of the random choices; threads draw them in the order of their calls.
-    error_rate, miss_rate: the chance that a call raises StoreUnavailable, and that it answers with
-      fewer keys than the wrapped store.
-    corrupt_rate: chance that one bit of a value that was read is flipped.
-    bytes_per_s: a limit for all reads together (in the URL a size, such as `100MB`); 0: none.
+    seed: seeds one random generator; threads draw from it in the order of their calls.
+    error_rate: the chance that a call raises StoreUnavailable.
+    miss_rate: the chance that a call returns a smaller count than the wrapped store.
+    corrupt_rate: the chance, for each value that is read, that one of its bits is flipped.
+    bytes_per_s: the maximum rate of all reads together (in the URL: `100MB`); 0: no limit.
 
     The metric `pdstore_store_codes_total` counts the failures on purpose, by kind (`codes`).
     """
@@ -61,7 +61,7 @@ class Faulty(WrapperStore):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> Faulty:
-        """Opens the store of the URL without `faulty+`. Raises ConfigError."""
+        """Opens and wraps the store that the URL names behind `faulty+`. Raises ConfigError."""
         options = _options_of(url)
         store = cls(open_store(url.inner("faulty+"), settings), **options)
         store.label = url.label
@@ -74,15 +74,15 @@ class Faulty(WrapperStore):
         check_url(url.inner("faulty+"), settings)
 
     def codes(self) -> Mapping[str, int]:
-        """Returns how often it failed on purpose, by kind, and the wrapped store's own codes."""
+        """Returns the counts of failures on purpose, by kind, and the wrapped store's own codes."""
         return {**super().codes(), **self._counts}
 
     def hold(self) -> None:
-        """Lets calls hang from now on."""
+        """Makes all calls hang from now on: until `release`, but at most 60 s each."""
         self._open.clear()
 
     def release(self) -> None:
-        """Lets calls that hang go on."""
+        """Ends what `hold` began: calls that hang continue, and new calls do not hang."""
         self._open.set()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -97,7 +97,7 @@ class Faulty(WrapperStore):
                 value = slots.value(i)
                 value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
                 self._counts["faulty_corrupt"] += 1
-        if self._bytes_per_s:  # each read begins after all earlier reads
+        if self._bytes_per_s:  # counts each read as begun when all earlier reads have ended
             with self._lock:
                 start = max(time.monotonic(), self._read_until)
                 self._read_until = end = start + sum(slots.sizes[:n]) / self._bytes_per_s
@@ -133,7 +133,7 @@ class Faulty(WrapperStore):
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
-    """Removes seed, rates and bytes_per_s from a URL's options. Raises ConfigError."""
+    """Takes seed, rates and bytes_per_s out of a URL's options. Raises ConfigError."""
     seed = url.options.pop("seed", "0")
     if not seed.isdecimal():
         raise ConfigError(f"{url.label}: seed={seed!r} is not a whole number")

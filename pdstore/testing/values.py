@@ -1,4 +1,4 @@
-"""For tests: keys and values that any process can check; threads and forks with a deadline."""
+"""Tools for tests: keys and values that any process can check; threads, forks with a deadline."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def fresh_keys(count: int) -> list[BlockKey]:
 
 
 def content(key: str, size: int, version: int = 0) -> bytes:
-    """Returns the bytes of a key's value; every part and every version differ."""
+    """Returns `size` pseudo-random bytes, which are fixed by `key` and `version`."""
     return random.Random(f"{key}#{version}").randbytes(size)
 
 
 def contents(keys: Sequence[str], size: int, version: int = 0) -> list[bytes]:
-    """Returns the values of keys, all of one size."""
+    """Returns for each key its `content`; all values have the same size."""
     return [content(key, size, version) for key in keys]
 
 
 def empty_slots(
     sizes: Sequence[int], *, slot_bytes: int | None = None, numbers: Sequence[int] | None = None
 ) -> Slots:
-    """Returns slots in a new buffer of bytes 0xEE; without `numbers`, in the buffer's order."""
+    """Returns slots in a new buffer of bytes 0xEE; their numbers are 0, 1, 2... if not given."""
     slot_bytes = max([*sizes, 1]) if slot_bytes is None else slot_bytes
     numbers = range(len(sizes)) if numbers is None else numbers
     view = memoryview(bytearray(b"\xee" * slot_bytes * (max(numbers, default=0) + 1)))
@@ -44,7 +44,7 @@ def empty_slots(
 def filled_slots(
     values: Sequence[bytes], *, slot_bytes: int | None = None, numbers: Sequence[int] | None = None
 ) -> Slots:
-    """Returns slots as `empty_slots` does, that hold these values."""
+    """Returns slots like those of `empty_slots`, but filled with these values."""
     sizes = [len(value) for value in values]
     slots = empty_slots(sizes, slot_bytes=slot_bytes, numbers=numbers)
     for i, value in enumerate(values):
@@ -53,19 +53,19 @@ def filled_slots(
 
 
 def put(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> int:
-    """Puts values; returns the store's answer, which must be a count."""
+    """Puts values; returns the count that the store answers, after checking that it is possible."""
     return count_of(store.put(keys, filled_slots(values)), keys, store)
 
 
 def get(store: Store, keys: Sequence[BlockKey], sizes: Sequence[int]) -> list[bytes]:
-    """Gets values; returns those of the leading keys that were there."""
+    """Gets values; returns the leading ones, as many as the store says that it has read."""
     slots = empty_slots(sizes)
     n = count_of(store.get(keys, slots), keys, store)
     return [bytes(slots.value(i)) for i in range(n)]
 
 
 def put_new(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[bytes]]:
-    """Puts values of one size under new keys, which all must be taken; returns both."""
+    """Puts values of one size under new keys; returns keys and values. The store must take all."""
     keys = fresh_keys(count)
     values = contents(keys, size)
     assert put(store, keys, values) == count
@@ -73,12 +73,12 @@ def put_new(store: Store, count: int, size: int) -> tuple[list[BlockKey], list[b
 
 
 def assert_stored(store: Store, keys: Sequence[BlockKey], values: Sequence[bytes]) -> None:
-    """Asserts that the store returns all of these values."""
+    """Asserts that the store returns exactly these values for these keys."""
     assert_values(get(store, keys, [len(value) for value in values]), values)
 
 
 def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
-    """Compares values, with a short message: a diff of megabytes helps nobody."""
+    """Asserts that values are equal. The message is short, because values may have megabytes."""
     for i, (value, right) in enumerate(zip(found, expected, strict=False)):
         if value != right:
             pairs = enumerate(zip(value, right, strict=False))
@@ -92,12 +92,12 @@ def assert_values(found: Sequence[bytes], expected: Sequence[bytes]) -> None:
 
 
 def run_together(*functions: Callable[[], None], deadline_s: float = 30.0) -> None:
-    """Runs functions on threads; raises the first error, AssertionError if one does not end."""
+    """Runs functions on threads. Raises their first error; AssertionError if any runs too long."""
     start_background(*functions)(deadline_s)
 
 
 def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
-    """Starts functions on threads. The result waits for their end as `run_together` does."""
+    """Starts functions on threads; returns a function that waits for them like `run_together`."""
     errors: list[BaseException] = []
 
     def guarded(function: Callable[[], None]) -> None:
@@ -126,10 +126,10 @@ def start_background(*functions: Callable[[], None]) -> Callable[[float], None]:
 
 
 def exit_code_of(function: Callable[[], object], deadline_s: float = 10.0) -> int | None:
-    """Runs a function in a forked child; returns 0 if its result was true, None if it hangs."""
+    """Runs a function in a forked child. Returns 0 if its result is true, None if it hangs."""
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not function()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads run here, as in an engine
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has several threads
         child.start()
     child.join(deadline_s)
     code = child.exitcode

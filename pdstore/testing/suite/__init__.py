@@ -11,7 +11,7 @@ from pdstore.testing.suite.optional import ListTests, PressureTests
 
 
 class StoreTests(CallTests, ClearTests, ConcurrencyTests, PressureTests, ListTests):
-    """Subclass it in a test file and say how a store is opened:
+    """A subclass in a test file tests the store that its fixture `store` opens:
 
         class TestMyStore(StoreTests):
             @pytest.fixture
@@ -21,14 +21,14 @@ class StoreTests(CallTests, ClearTests, ConcurrencyTests, PressureTests, ListTes
 
     Keys are new in every test, so other tests may use the same pool. A subclass may also have:
 
-    - fixture `peer(self, store)`: a second store on the same pool, as another process has it;
-    - fixture `small_store(self)`: a store with room for 16 to 64 values of 64 KiB, for the tests of
-      eviction and leases, which are skipped without it;
-    - method `write_raw(self, store, key, data)`: puts a value of any length into the pool, not by
-      the store;
-    - `clears_under_readers = True` for a store whose `clear` frees the memory that a `get` reads
-      from, so that a value that is read during a `clear` may be anything;
-    - `deadline_s`: seconds that a test may wait for anything.
+    - fixture `peer(self, store)`: a second store object on the same pool, opened separately;
+    - fixture `small_store(self)`: a store with room for 16 to 64 values of 64 KiB. Without it, the
+      tests of eviction and of leases are skipped;
+    - method `write_raw(self, store, key, data)`: writes a value of any length into the pool without
+      calling the store;
+    - `clears_under_readers = True` for a store whose `clear` may free memory that a `get` is
+      reading, so that this `get` may return any bytes;
+    - `deadline_s`: the maximum number of seconds that a test waits for threads, a value or a child.
     """
 
     @pytest.fixture

@@ -1,4 +1,4 @@
-"""The verbs: what `match`, `get`, `put`, `remove` and `clear` promise for values and batches."""
+"""Tests of what `match`, `get`, `put`, `remove` and `clear` promise for values and batches."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
 
 class CallTests:
-    """Values come back whole and unchanged; every result n means "the first n".
+    """Tests that values come back whole and unchanged, and that a result n means "the first n".
 
-    A missing key makes n smaller, a bad argument raises ValueError, and the store keeps none of the
-    caller's memory.
+    A missing key makes n smaller. A bad argument raises ValueError. After a call, the store does
+    not use the caller's memory any more.
     """
 
     def write_raw(self, store: Store, key: BlockKey, data: bytes) -> None:
-        """Puts a value into the pool without the store; override it if that is possible."""
+        """Writes a value into the pool without calling the store; a subclass may override this."""
         pytest.skip("this store's suite has no `write_raw`")
 
     def test_every_user_of_the_pool_gets_what_was_put(self, store: Store, peer: Store) -> None:
@@ -74,7 +74,7 @@ class CallTests:
         assert_stored(store, keys, [second[0], *first[1:4], *second[4:]])
 
     def test_put_does_not_keep_the_callers_memory(self, store: Store) -> None:
-        """`get` does not lend the store's memory either."""
+        """Checks as well that `get` copies values and never lends the store's own memory."""
         keys = fresh_keys(2)
         values = contents(keys, SIZE)
         slots = filled_slots(values)
@@ -91,7 +91,7 @@ class CallTests:
         assert_stored(store, keys, values)
 
     def test_the_ith_value_goes_with_the_ith_slot_and_no_byte_beside_it(self, store: Store) -> None:
-        keys = tuple(fresh_keys(4))  # keys may be any sequence
+        keys = tuple(fresh_keys(4))  # a tuple, because keys may be any sequence
         values = [content(key, size) for key, size in zip(keys, (SIZE, 100, 1, 7), strict=True)]
         assert store.put(keys, filled_slots(values, slot_bytes=SIZE, numbers=(6, 0, 3, 1))) == 4
         assert store.match(keys) == 4
@@ -161,7 +161,7 @@ class CallTests:
         assert store.match(keys[1:2]) == 0
 
     def test_a_removed_key_takes_new_bytes(self, store: Store) -> None:
-        """New bytes may have another length, so that a value that was too short is healed."""
+        """Checks as well that the new bytes may be longer: so a value that was cut is replaced."""
         keys, _ = put_new(store, 3, SIZE - 1)
         store.remove(keys)
         assert [store.match([key]) for key in keys] == [0, 0, 0]
@@ -261,7 +261,7 @@ class CallTests:
 
 
 class ClearTests:
-    """`clear` forgets a namespace: blocks of any group and shard, tails and markers."""
+    """Tests that `clear` forgets a namespace: blocks of any group and shard, tails and markers."""
 
     deadline_s: ClassVar[float] = 30.0
     clears_under_readers: ClassVar[bool] = False
@@ -302,7 +302,7 @@ class ClearTests:
     def test_clear_leaves_all_other_keys(self, store: Store, namespace: str) -> None:
         other = secrets.token_hex(16)
         kept = [key for near in (*_neighbours(namespace), other) for key in _one_of_each(near)]
-        kept += [  # keys that contain the namespace in another place
+        kept += [  # keys of another namespace that contain these 32 digits elsewhere
             BlockKey(f"pds1:{other}:0:0:{namespace}"),
             BlockKey(f"pds1:{other}:0:0:{namespace}:partial:3"),
             BlockKey(f"pds1:{other}:handoff:{namespace}:0:done"),
@@ -347,7 +347,7 @@ class ClearTests:
 
         def write() -> None:
             while not done.is_set():
-                with contextlib.suppress(StoreFull):  # a store that looks after a put may find none
+                with contextlib.suppress(StoreFull):  # raised if a clear comes during the put
                     put(peer, keys, values)
 
         def read() -> None:
@@ -371,7 +371,7 @@ class ClearTests:
 
 
 def _one_of_each(namespace: str) -> list[BlockKey]:
-    """A key of each kind that a namespace has, and of several groups and shards."""
+    """Returns keys of each kind that a namespace has, for several groups and shards."""
     stem, name = f"pds1:{namespace}", secrets.token_hex(16)
     return [
         BlockKey(key)
@@ -387,7 +387,7 @@ def _one_of_each(namespace: str) -> list[BlockKey]:
 
 
 def _neighbours(namespace: str) -> list[str]:
-    """Namespaces that differ in one digit: the first, the second, one in the middle, the last."""
+    """Returns namespaces that differ from this one in one digit, at an end or in the middle."""
     return [
         namespace[:at] + f"{int(namespace[at], 16) ^ 1:x}" + namespace[at + 1 :]
         for at in (0, 1, 16, 30, 31)
@@ -399,5 +399,5 @@ def _put(store: Store, keys: list[BlockKey]) -> None:
 
 
 def _stored(store: Store, keys: list[BlockKey]) -> list[BlockKey]:
-    """Returns the keys that are stored, asked one by one: a match stops at the first gap."""
+    """Returns the keys that are stored; asks one by one, because a match ends at the first gap."""
     return [key for key in keys if store.match([key])]

@@ -1,4 +1,4 @@
-"""Several callers at once, and the end of a store: close, twice, under load, in a forked child."""
+"""Tests of concurrent calls, and of `close`: called twice, under load, and in a forked child."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SMALL = 4096
 
 
 class ConcurrencyTests:
-    """A value appears whole or not at all, and calls do not mix.
+    """Tests that a value appears whole or not at all, and that calls on several threads work.
 
-    A store closes when it is told to, in limited time, and only in its own process.
+    `close` must end in limited time. In a forked child it must leave the parent's store open.
     """
 
     deadline_s: ClassVar[float] = 30.0
@@ -131,7 +131,7 @@ class ConcurrencyTests:
         assert store.match([key]) == 0
 
     def test_calls_after_close_raise_store_closed(self, store: Store) -> None:
-        """A second `close` does nothing."""
+        """Checks as well that a second call of `close` does nothing."""
         keys, _ = put_new(store, 1, 256)
         for _ in range(2):
             store.close()
@@ -165,7 +165,7 @@ class ConcurrencyTests:
             run_together(store.close, deadline_s=self.deadline_s)
             join(self.deadline_s)
         finally:
-            given_up.set()  # a store that never closes would keep a core busy until Python ends
+            given_up.set()  # ends the threads even if the store never closes
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
     def test_a_forked_child_is_refused_and_harms_nobody(self, store: Store) -> None:
@@ -183,7 +183,7 @@ class ConcurrencyTests:
 
 
 def _wait_for(store: Store, key: BlockKey, size: int, deadline_s: float) -> bytes:
-    """Waits for a key's value, and returns it. Raises WrongLength if the value is not whole."""
+    """Waits until a key has a value; returns it. Raises WrongLength if it is not `size` bytes."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         for value in get(store, [key], [size]):

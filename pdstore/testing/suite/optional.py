@@ -1,4 +1,4 @@
-"""Tests of what only some stores promise: leases, eviction for want of room, and listings."""
+"""Tests of what only some stores promise: leases, eviction from a full store, and listings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pdstore.testing.values import (
 )
 
 SIZE = 64 << 10
-MOST = 64  # more values than `small_store` has room for
+MOST = 64  # maximum number of values that `small_store` may have room for
 
 
 class PressureTests:
-    """A full store raises StoreFull or makes room; it keeps what it has promised to keep."""
+    """A full store raises StoreFull or evicts values; it never evicts values that are leased."""
 
     @pytest.fixture
     def small_store(self) -> Store:
@@ -38,13 +38,13 @@ class PressureTests:
     def test_a_leased_value_survives_pressure(self, small_store: Store) -> None:
         keys = fresh_keys(6)
         values = contents(keys, SIZE)
-        if not small_store.lease_s:  # no lease: a value may go, but must not change
+        if not small_store.lease_s:  # without leases a value may be evicted, but never changed
             put(small_store, keys, values)
             _fill(small_store, 4 * MOST)
             found = get(small_store, keys, [SIZE] * 6)
             assert_values(found, values[: len(found)])
             return
-        for _ in range(5):  # on a slow machine a lease may end before all is read
+        for _ in range(5):  # on a slow machine the leases may end before all values are read
             put(small_store, keys, values)
             leased_at = time.monotonic()
             assert small_store.match(keys) == 6
@@ -106,7 +106,7 @@ class PressureTests:
 
 
 class ListTests:
-    """For stores that list what they keep (`ListsValues`); skipped for others."""
+    """Tests of stores that list their values (`ListsValues`); skipped for other stores."""
 
     @pytest.fixture
     def lists(self, store: Store) -> ListsValues:
@@ -175,7 +175,7 @@ class ListTests:
 
 
 def _fill(store: Store, count: int, until: float = math.inf) -> None:
-    """Puts values of 64 KiB, whether there is room or not, until the time `until`."""
+    """Puts `count` values of 64 KiB, even into a full store; stops early at the time `until`."""
     for key in fresh_keys(count):
         if time.monotonic() > until:
             return
@@ -183,7 +183,7 @@ def _fill(store: Store, count: int, until: float = math.inf) -> None:
 
 
 def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
-    """Puts until the store is full; returns how many it took, and whether it raised StoreFull."""
+    """Puts values; returns how many the store took, and whether it raised StoreFull."""
     try:
         return put(store, keys, contents(keys, SIZE)), False
     except StoreFull as error:
@@ -191,5 +191,5 @@ def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:
 
 
 def _listed(lists: ListsValues, keys: list[BlockKey]) -> list[StoredValue]:
-    """Returns what is listed of the namespace of keys that `fresh_keys` made."""
+    """Returns what the store lists of the namespace of `keys`, which `fresh_keys` made."""
     return list(lists.stored_values(ALL_KEYS + keys[0].split(":")[1] + ":"))
