@@ -1,4 +1,4 @@
-"""Checks of `pdstore doctor` that need no store: settings, memory, limits, library, huge pages."""
+"""Checks of `pdstore doctor` that do not use the store: of settings, memory and other parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
 def check_settings(
     settings: Settings, engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
-    """Yields the settings that differ from their defaults, and those that cannot work.
+    """Yields findings: settings that differ from their defaults, and settings that cannot work.
 
     longest: tokens of the longest prompt, if known.
     """
@@ -90,7 +90,7 @@ def available_memory() -> int | None:
 
 
 def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
-    """Yields whether staging fits into this host's free memory."""
+    """Yields a finding: whether staging fits into this host's free memory."""
     staging = settings.staging
     free = "unknown" if available is None else size(available)
     if available is not None and staging > available // 2:
@@ -105,7 +105,7 @@ def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]
 
 
 def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields the limits of a process that are too small."""
+    """Yields findings: limits of this process that are too small."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_rdma = "rdma" in settings.store
     if is_rdma and locked not in (-1, resource.RLIM_INFINITY) and locked < settings.staging:
@@ -127,7 +127,7 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 
 
 def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields whether the native library copies blocks on this host, or torch does."""
+    """Yields a finding: whether blocks are copied by the native library or by torch."""
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
     try:
         library = load_library(settings, for_gpu=num_gpus > 0)
@@ -145,7 +145,7 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 
 
 def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:
-    """Yields whether an arena or files at `path` lie in huge pages.
+    """Yields a finding: whether the arena or the files at `path` lie in huge pages.
 
     A GPU registers an arena in huge pages faster, and files in huge pages are written several times
     as fast. Nothing is yielded for files on a disk.
@@ -172,8 +172,8 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
 def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
     """Returns the tmpfs that a path is in, and whether it gives huge pages; None if in no tmpfs.
 
-    A path belongs to the mount at the nearest directory above it; of several mounts there, to the
-    last.
+    A path belongs to the mount at the nearest directory above it. If that directory has several
+    mounts, the path belongs to the last of them.
     """
     nearest, kind, options = Path(), "", ""
     for line in mounts.splitlines():

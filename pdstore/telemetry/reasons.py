@@ -1,4 +1,4 @@
-"""Reasons of a miss or a drop: what each means, what to look at, and its warning in the log."""
+"""The meaning of each reason of a miss or a drop, what to look at, and its warning in the log."""
 
 # Decision: docs/decisions/037-one-door-for-misses.md
 from __future__ import annotations
@@ -107,7 +107,7 @@ ADVICE: dict[Reason, Advice] = {
         "a defect or a device error in pdstore itself", "the log; please report it"
     ),
 }
-"""Every reason has an entry; docs/metrics.md has the table."""
+"""The advice for every reason; docs/metrics.md shows it as a table."""
 
 QUIET = frozenset(
     {
@@ -120,13 +120,13 @@ QUIET = frozenset(
         Reason.READ_ONLY,
     }
 )
-"""Reasons that are ordinary, or that get a warning of their own elsewhere."""
+"""Reasons without a warning here: they are ordinary, or other code warns of them."""
 
 
 class ReasonLog:
-    """Warns of a reason the first time it comes up, and then at most once in `pause_s`.
+    """Warns when a reason occurs for the first time, and then at most once in `pause_s` seconds.
 
-    A later warning tells how many were left out. Any thread may call it.
+    A later warning says how many warnings were left out. Any thread may call it.
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -156,7 +156,7 @@ class ReasonLog:
 def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:
     advice = ADVICE[reason]
     words = f"{what} fell short ({reason.value}): "
-    if isinstance(error, StoreError) and error.remedy:  # it says what to do
+    if isinstance(error, StoreError) and error.remedy:  # the error says what to do
         words += str(error)
     else:
         words += f"{advice.means} [{error}]" if error is not None and str(error) else advice.means
