@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
     for metric in (
         _of_store(
             "info",
-            "1; the labels name the instance",
+            "always 1; the labels describe the instance",
             version=(),
             format=(),
             role=(),
@@ -92,7 +92,7 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "tokens",
-            "tokens of prompts looked up, found in the pool, loaded, saved; each once",
+            "tokens of prompts: looked up, found in the pool, loaded, saved; each counts once",
             verb=("requested", "matched", "loaded", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),
@@ -101,32 +101,30 @@ METRICS: dict[str, Metric] = {
         _counter("drops", "saves not made or not finished", reason=REASONS),
         _counter(
             "store_calls",
-            "calls of the store; an outcome is `ok` or an error's class",
+            "calls of the store; the outcome is `ok` or the class of the error",
             verb=VERBS,
             outcome=("ok",),
         ),
         _counter(
             "store_codes",
-            "error codes of the store's library; faults by `faulty+`",
+            "errors by the code from the store's library, and faults that `faulty+` makes",
             code=(),
         ),
-        _counter("store_evictions", "values that the store evicted, where it tells"),
+        _counter("store_evictions", "values that the store evicted, if it tells"),
         _seconds("store_seconds", "time of a store call", verb=VERBS),
         _seconds("job_seconds", "time of a job, with its wait in the queue", direction=DIRECTIONS),
-        _seconds("handoff_wait_seconds", "from D's lookup to P's marker or to the deadline"),
-        _seconds("exposed_seconds", "from a request's arrival to its loaded KV being in place"),
-        _counter("decisions", "prompts by what was decided for what the pool had", way=WAYS),
+        _seconds("handoff_wait_seconds", "time from D's lookup to P's marker or the deadline"),
+        _seconds("exposed_seconds", "time from a request's arrival to the end of its load"),
+        _counter("decisions", "prompts of which the pool had KV, by how to get it", way=WAYS),
         _gauge("jobs_alive", "jobs that wait or run"),
         _gauge("queue_jobs", "jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("queue_bytes", "bytes of the jobs that no worker has begun", direction=DIRECTIONS),
-        _gauge("hung_store_calls", "store calls that outlived their job; over two refuse new jobs"),
-        _gauge("slots", "staging slots in all; 0 where values bypass staging"),
+        _gauge("hung_store_calls", "store calls that outlived their job; 3 stop new jobs"),
+        _gauge("slots", "staging slots in total; 0 if values bypass staging"),
         _gauge("slots_lent", "staging slots in use"),
-        _of_store("breaker_open", "1 while calls fail at once because the store failed"),
-        _of_store("store_capacity_bytes", "bytes that the store may hold, where it tells"),
-        _of_store(
-            "store_used_bytes", "bytes that the store holds, where it tells; asked every 15 s"
-        ),
+        _of_store("breaker_open", "1 while the breaker refuses store calls"),
+        _of_store("store_capacity_bytes", "bytes that the store may hold, if it tells"),
+        _of_store("store_used_bytes", "bytes that the store holds, if it tells; asked every 15 s"),
     )
 }
 """Every metric by its name. `Metrics` has an attribute of that name."""

@@ -90,7 +90,7 @@ class Settings(BaseSettings):
         description="Name of the weights' revision. Unset: a digest of the weight files.",
     )
     salt: SecretStr | None = Field(
-        None, description="A secret that keeps tenants apart: another salt, another namespace."
+        None, description="A secret. Instances with other salts do not find this one's blocks."
     )
     seal_key_file: Path | None = Field(
         None,
@@ -105,28 +105,28 @@ class Settings(BaseSettings):
     kv_shards: int | None = Field(
         None,
         ge=1,
-        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a multiple.",
+        description="Shards of a block. Unset: the TP size. For unequal TP: a multiple of each.",
     )
     layer_ranges: int | None = Field(
         None,
         ge=1,
         le=MAX_LAYER_RANGES,
-        description="Runs of layers a block is stored in. Unset: 1 to 4 by size. Equal on P and D.",
+        description="Layer ranges of a block, the same for P and D. Unset: 1 to 4, by its size.",
     )
     publish: bool = Field(
         True, description="0: this instance loads from the pool and never saves to it."
     )
     save_decoded: bool = Field(
         False,
-        description="1: decoded blocks are saved too, for a conversation's next turn.",
+        description="1: blocks of answers are saved as well, for a conversation's next turn.",
     )
     require_store: bool = Field(
         False,
-        description="1: refuse to start without the store. 0: serve, and join when it appears.",
+        description="1: refuse to start without the store. 0: start, and use it once it runs.",
     )
     selftest: bool = Field(
         False,
-        description="1: try a block of the engine's own layout first; refuse to start if it fails.",
+        description="1: run the self-test at the start, and refuse to start if it fails.",
     )
     staging: ByteSize = Field(
         ByteSize(1 << 30),
@@ -143,21 +143,21 @@ class Settings(BaseSettings):
         description="Threads that move blocks. Unset: one per CPU, at least 4 and at most 16.",
     )
     handoff_wait_s: Seconds = Field(
-        10.0, description="How long D waits for P's marker; a second more, where the store hangs."
+        10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."
     )
     load: Literal["auto", "always", "never"] = Field(
         "always",
-        description="`always` loads what the pool has, `never` computes it, `auto`: the quicker.",
+        description="KV in the pool: `always` or `never` load it, or `auto`: take the quicker way.",
     )
     on_miss: Literal["compute", "fail"] = Field(
         "compute",
-        description="Where a hand-off falls short, `compute` the rest, or `fail` the request.",
+        description="If a hand-off falls short: `compute` the rest, or `fail` the request.",
     )
     deadline_s: Seconds = Field(
-        5.0, description="Time of a save or a load, plus one second per GB of it."
+        5.0, description="Time limit of a save or a load, to which each GB of it adds one second."
     )
     drain_s: WaitSeconds = Field(
-        5.0, description="How long a stop waits for running jobs; 2 s later it has ended."
+        5.0, description="How long a stop waits for running jobs. The stop ends within 2 s more."
     )
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
@@ -169,7 +169,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="Port on 127.0.0.1 of a page about this instance; 0: a free one. Unset: none.",
+        description="Port on 127.0.0.1 of a page about this instance. 0: a free one. Unset: none.",
     )
     traces: str | None = Field(
         None,
