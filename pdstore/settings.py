@@ -198,8 +198,8 @@ def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[
         yield said, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
     if settings.block_tokens > (longest_prompt or _LARGE_BLOCK):
         why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
-        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: what fills no block is"
-        yield f"{said} never shared", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
+        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"
+        yield f"{said} block share nothing", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
 
 
 def origin_of(settings: Settings, field: str) -> str:

@@ -58,7 +58,7 @@ _SMALL_POOL = 100 * _TRIED_BYTES  # in a larger pool, it does not matter what th
 _STAGING = ByteSize(256 << 20)
 _CONNECTIONS = 64
 _SHORT_PROMPT = 4096
-_ALIVE = "see that the server runs, and that its URL, user and password are right"
+_ALIVE = "check that the server runs, and that its URL, user and password are right"
 _MORE = "give the store more memory, or empty it"
 
 
@@ -202,7 +202,7 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     if room.num_evicted and room.capacity_bytes:
         yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:
-        said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
+        said = f"{room.num_connections} more are possible; P and D open up to {_CONNECTIONS}"
         yield warn("connections", said, "raise the server's maxclients")
 
 
@@ -211,7 +211,7 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
         return warn(
             "room",
             f"{size(room.used_bytes)} used, and no limit",
-            "set one (maxmemory, ?budget=): the pool takes all that it is given",
+            "set a limit (maxmemory, ?budget=): the pool fills all room that it gets",
         )
     whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", _8B.kv_bytes())
     tokens = room.capacity_bytes // kv_bytes

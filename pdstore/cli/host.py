@@ -39,7 +39,7 @@ def check_settings(
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
-            "PD_TRANSFER_VIA_STORAGE is 0: an engine started from here does without pdstore",
+            "PD_TRANSFER_VIA_STORAGE is 0: an engine with these settings does not use pdstore",
             "export PD_TRANSFER_VIA_STORAGE=1 for P and for D",
         )
     if settings.block_tokens % engine_block:
@@ -67,7 +67,7 @@ def _check_place(settings: Settings) -> Iterator[Finding]:
         tls = scheme.replace(name, _OVER_TLS[name], 1)
         yield warn(
             "encryption",
-            f"{scheme}:// sends KV and the password as they are, to another host",
+            f"{scheme}:// sends KV and the password to another host without encryption",
             f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
         )
 
@@ -98,7 +98,7 @@ def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]
         yield level(
             "staging",
             f"PDSTORE_STAGING={size(staging)}, and {free} of memory are free",
-            "set it to 1GiB: more than a few requests' blocks are never on their way at once",
+            "set it to 1GiB, which holds all blocks that are moved at a time",
         )
     else:
         yield ok("staging", f"{size(staging)}, and {free} of memory are free")
@@ -139,8 +139,8 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     else:
         yield warn(
             "native library",
-            f"{why}: blocks are copied by torch, slower ({what})",
-            "doctor builds it: with cmake, a C++ compiler, and a ~/.cache to write to",
+            f"{why}: torch copies blocks, which is slower ({what})",
+            "to let doctor build it, install cmake and a C++ compiler, and make ~/.cache writable",
         )
 
 
@@ -158,14 +158,14 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
     found = _tmpfs_of(path, mounts)
     if found is None:
         if is_arena:
-            said = f"{path.parent} is no tmpfs: whether it has any cannot be told"
+            said = f"{path.parent} is no tmpfs: it is not known if it has huge pages"
             yield info("huge pages", said)
         return
     point, is_huge = found
     if is_huge:
-        yield ok("huge pages", f"the tmpfs at {point} gives them")
+        yield ok("huge pages", f"the tmpfs at {point} gives huge pages")
         return
-    said = f"the tmpfs at {point} gives none: {cost}"
+    said = f"the tmpfs at {point} gives no huge pages: {cost}"
     yield warn("huge pages", said, remedy) if num_gpus else info("huge pages", said)
 
 

@@ -125,12 +125,12 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
 def _compare_digests(first: Peer, other: Peer) -> Finding:
     """Returns whether two namespaces are equal where one instance shows no fields."""
     if first.digest == other.digest:
-        return ok("namespace", f"{first.url} and {other.url} have one")
+        return ok("namespace", f"{first.url} and {other.url} have the same")
     return bad(
         "namespace",
         f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"
         " what the other saved",
-        "start both with a PDSTORE_STATUS_PORT and name that port here: it tells which field it is",
+        "start both with PDSTORE_STATUS_PORT and name these ports here, to see which field differs",
     )
 
 
@@ -138,7 +138,7 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     if not first.pool or not other.pool:
         return
     if first.pool == other.pool:
-        yield ok("pool", f"{first.url} and {other.url} use one")
+        yield ok("pool", f"{first.url} and {other.url} use the same")
         if first.lease_s and other.lease_s and first.lease_s != other.lease_s:
             said = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
             yield warn("lease", said, _LEASE)

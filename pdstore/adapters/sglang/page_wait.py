@@ -122,7 +122,7 @@ class PageWait:
             self._closed.wait(min(left_s, pause_s))
 
     def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
-        """Waits until P stores a missing page of a batch; True if P will store more of its pages.
+        """Waits until P stores a missing page of a batch; True if more pages of it are expected.
 
         before: hashes of the previous batch, whose pages P stores before the pages of this batch.
         """

@@ -79,7 +79,7 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
     }
     for what, is_asked in refusals.items():
         if is_asked:
-            raise ConfigError(f"pdstore does not support {what} in SGLang: turn it off, or pdstore")
+            raise ConfigError(f"pdstore does not support {what} in SGLang: turn off one of the two")
     if not (storage_config.extra_config or {}).get("interface_v1"):
         raise ConfigError(
             'pdstore reads and writes pages in place: add "interface_v1": 1 to'

@@ -68,7 +68,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     }
     for what, is_asked in refusals.items():
         if is_asked:
-            raise ConfigError(f"pdstore does not support {what}: turn it off, or pdstore")
+            raise ConfigError(f"pdstore does not support {what}: turn off one of the two")
 
 
 def hashes_items(vllm_config: Any) -> bool:
@@ -157,7 +157,7 @@ def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Se
 def revision_of(settings: Settings, vllm_config: Any) -> str:
     """Returns the revision of the model's weights.
 
-    If the draft model is another checkpoint, the draft model's revision is added to it.
+    If the draft model is another checkpoint, the draft model's revision is appended.
     Raises ConfigError if no revision is found and the user must set it.
     """
     model = vllm_config.model_config
@@ -297,12 +297,12 @@ def _page(vllm_config: Any, layer: str) -> str:
 def keys_of(
     request: Any, cache: PrefixCacheManager, hashes_items: bool = True
 ) -> PromptKeys | None:
-    """Returns the keys of a request's prompt; they depend on all that its KV depends on.
+    """Returns the keys of a request's prompt. They cover all that the prompt's KV depends on.
 
     Returns None if the request must bypass the pool, because its KV depends on something that keys
     do not contain, or because its KV must not be shared. A request bypasses the pool, for example,
     if its LoRA adapter was loaded in place of another adapter, or if the files of its LoRA adapter
-    cannot be read. Files that cannot be read are logged as a warning.
+    cannot be read. Files that cannot be read also cause a warning in the log.
 
     hashes_items: True if vLLM names images, sounds and videos by their content.
     """

@@ -106,7 +106,7 @@ class PDStoreConnectorScheduler:
         log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 
     def add(self, request: Any) -> EngineRequest | None:
-        """Starts the lookup of a new request. Returns None if it must not use the pool."""
+        """Starts the lookup of a new request. Returns None if the request must not use the pool."""
         known = self._requests.get(request.request_id)
         if known is not None or self._cache is None:
             return known and known[1]
@@ -149,7 +149,9 @@ class PDStoreConnectorScheduler:
         request_id = request.request_id
         _, state = self._requests[request_id]
         if state.failure is not None:
-            log.warning("%s fails: its hand-off fell short: %s", request_id, state.failure.value)
+            log.warning(
+                "%s fails, because its hand-off fell short: %s", request_id, state.failure.value
+            )
             self.fail_load(request_id, block_ids, num_external)
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
@@ -254,7 +256,7 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
     try:
         Handoff.of(params)
     except ValueError as error:
-        log.warning("%s is taken without a hand-off: %s", request.request_id, error)
+        log.warning("request %s is served without a hand-off: %s", request.request_id, error)
         return None
     return params
 
@@ -283,7 +285,7 @@ class Saves:
     def __post_init__(self) -> None:
         self._ids_of: Callable[[str], Sequence[Sequence[int]] | None] | None = None
         self._added: dict[str, list[list[int]]] = {}
-        self._held: dict[int, tuple[list[Any], int]] = {}  # and how many ranks need them
+        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks; how many ranks need them
         self._num_saves = 0
 
     def __len__(self) -> int:
@@ -333,9 +335,9 @@ class Saves:
         self._added.pop(request_id, None)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
-        """Frees the blocks of each save that no rank needs any more.
+        """Frees the blocks of a save as soon as no rank needs these blocks any more.
 
-        released: for each save's number, how many more ranks do not need its blocks any more.
+        released: by a save's number: how many ranks have come to need its blocks no more.
         """
         for number, count in released.items():
             blocks, num_ranks = self._held.pop(number, ([], 0))

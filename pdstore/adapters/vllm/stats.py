@@ -235,4 +235,4 @@ class WorkerMetrics:
     def problem(self) -> str | None:
         """The trouble that the workers have with the store; None while all is well."""
         is_open = self.registry.get_sample_value("pdstore_breaker_open", {"engine": "0"})
-        return "the store fails, so that calls fail at once for a while" if is_open else None
+        return "the store failed, so the breaker refuses calls for a while" if is_open else None

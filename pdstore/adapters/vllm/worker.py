@@ -344,7 +344,7 @@ class OpenSaves:
             self.cancel_step()
 
     def cancel_step(self) -> None:
-        """Ends the step and cancels the open saves, because their layers may not be computed.
+        """Ends the step and cancels the open saves, which may lack layers.
 
         When a cancelled save has ended, D is told that its hand-off failed, and the save's blocks
         are freed.
