@@ -125,7 +125,7 @@ class AsyncRunner(Generic[T]):
         return self._worker.join(timeout_s)
 
     def _ended(self, timeout_s: float) -> _Call[T] | None:
-        """Waits for the last call and raises its exception; None if `sync` has seen its end."""
+        """Waits for the last call and raises its exception; None if its end is known already."""
         call = self._last
         if call is None:
             return None

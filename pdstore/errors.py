@@ -57,7 +57,7 @@ class DeviceError(PDStoreError, RuntimeError):
 
 
 class SwapError(PDStoreError, RuntimeError):
-    """A call of the device's runtime failed: it was to copy a block or to pin host memory.
+    """A call to the device's runtime failed, which was to copy a block or to pin host memory.
 
     device_code: the device runtime's error code; 0 if there is none.
     call: the name of the call that failed.

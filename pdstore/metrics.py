@@ -152,7 +152,7 @@ class Metrics:
         self._reasons = ReasonLog()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
-        self.registry.register(_Refresher(self.refresh))  # asked before the others
+        self.registry.register(_Refresher(self.refresh))  # it is asked first
         self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
@@ -252,7 +252,7 @@ def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:
 
 
 class _Refresher:
-    """A collector without metrics. The registry asks it first, so it refreshes all metrics."""
+    """A collector without metrics. The registry asks it first, and it refreshes all metrics."""
 
     def __init__(self, refresh: Callable[[], None]) -> None:
         self._refresh = refresh

@@ -35,7 +35,7 @@ _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
 _NEAR = 0.82  # a misspelt name is at least as similar as this
-_OF_KUBERNETES = re.compile(  # sets these in pods if a Service is called pdstore or pdstore-*
+_OF_KUBERNETES = re.compile(  # it sets these in pods if a Service is called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
 )
 _DAY_S = 86_400.0
@@ -186,7 +186,7 @@ class Settings(BaseSettings):
 
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
-    """Yields, for valid settings that make an instance useless, why, and what to write instead.
+    """Yields why a valid setting makes the instance useless, and what to write instead.
 
     longest_prompt: tokens of the longest prompt that the engine takes; None if not known.
     """

@@ -168,7 +168,7 @@ class NamespaceUse:
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
-    """Counts values by namespace, the largest first, without the pool's id, which has none."""
+    """Counts values by namespace, the largest first. The pool's id is in no namespace."""
     uses: dict[str, NamespaceUse] = {}
     for value in values:
         key = StoredKey.parsed(value.key)

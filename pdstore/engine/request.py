@@ -39,7 +39,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save, as arguments of `KVPool.begin_save`, without `after`: the request's earlier saves.
+    """The arguments of `KVPool.begin_save` for one save, except `after` (the earlier saves).
 
     starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
     is_awaited: True if the prompt will be handed off.
@@ -73,7 +73,7 @@ class Interval(NamedTuple):
 class JobEnd:
     """The end of one load or save on one rank; it may be sent to another process.
 
-    request_id, number: the engine's id of the request, and its number of the save; None for a load.
+    request_id: the engine's id of the request. number: its number of the save; None for a load.
     num_tokens, reason: as in `JobResult`.
     ran: from the job's start to its end; None for a job that could not begin.
     in_store: from the begin of its first store call to the end of its last; None if it made none.
@@ -207,7 +207,7 @@ class EngineRequest:
         most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
         is_followed = self.found.follow is not None and self.settings.load == "auto"
-        if self.prompt_times is None or is_followed:  # D is as fast as P's saves
+        if self.prompt_times is None or is_followed:  # D is no faster than P
             return end
         self.decision = self.prompt_times.decide(
             self, start=num_present, found=end, num_tokens=num_tokens
@@ -295,8 +295,8 @@ class EngineRequest:
     def end_prompt(self) -> None:
         """Ends the phase "compute"; called when the answer has its first token.
 
-        A second call does nothing. Between two steps, an adapter calls it for all requests of the
-        first.
+        A second call does nothing. An adapter calls it for all requests of a step before the next
+        step begins.
         """
         if not self._is_answering:
             self._is_answering = True

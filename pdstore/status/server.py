@@ -35,7 +35,7 @@ from pdstore.threads import Ticker
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost")  # as Host; a page of another site has another
+_NAMES = ("127.0.0.1", "localhost")  # as Host: other sites' pages send another
 _TURN_S = 0.2
 
 

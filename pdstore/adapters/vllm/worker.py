@@ -165,7 +165,7 @@ class PDStoreConnectorWorker:
         return not (self._queued or self._loads or self._saves)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Marks aborted hand-offs, and queues or begins the loads of a step; called in each step.
+        """Marks aborted hand-offs, and queues or begins the loads of a step. Every step calls it.
 
         If `loads_at_once`, the loads begin after vLLM has launched this step. Earlier, the threads
         that load would take Python's lock from the thread that launches the step.
