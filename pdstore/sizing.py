@@ -123,7 +123,7 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 
 
 def _mlp_params(config: Mapping[str, Any]) -> int:
-    """Returns how many MLP parameters, of all layers, compute a token: only of its experts."""
+    """Returns how many MLP parameters compute a token: of experts, only those that get it."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)

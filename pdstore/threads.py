@@ -26,7 +26,7 @@ def call_or(function: Callable[[], T], otherwise: T) -> T:
 
 
 class Task(Protocol):
-    """Work for a Worker. It calls `run`; if `run` raises an exception, it passes that to `fail`."""
+    """Work for a Worker, which calls `run`. It passes an exception that `run` raises to `fail`."""
 
     def run(self) -> None: ...
     def fail(self, error: Exception) -> None: ...

@@ -128,7 +128,8 @@ def explain(
         str | None, typer.Option(metavar="DIR", help="Has the PROMPT's tokenizer.")
     ] = None,
     namespace: Annotated[
-        str, typer.Option(metavar="HEX", help="First digits. Default: that with most tokens.")
+        str,
+        typer.Option(metavar="HEX", help="First digits. Default: the one with most of the prompt."),
     ] = "",
     cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's cache_salt.")] = "",
     store: Store = None,

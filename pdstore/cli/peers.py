@@ -125,7 +125,7 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
 def _compare_digests(first: Peer, other: Peer) -> Finding:
     """Returns whether two namespaces are equal where one instance shows no fields."""
     if first.digest == other.digest:
-        return ok("namespace", f"{first.url} and {other.url} have the same")
+        return ok("namespace", f"{first.url} and {other.url} have the same namespace")
     return bad(
         "namespace",
         f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"
@@ -138,7 +138,7 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     if not first.pool or not other.pool:
         return
     if first.pool == other.pool:
-        yield ok("pool", f"{first.url} and {other.url} use the same")
+        yield ok("pool", f"{first.url} and {other.url} use the same pool")
         if first.lease_s and other.lease_s and first.lease_s != other.lease_s:
             said = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
             yield warn("lease", said, _LEASE)
