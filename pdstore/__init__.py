@@ -3,7 +3,7 @@
     cache = pdstore.PrefixCacheManager(settings, namespace)         # in the scheduler's process
     pool = pdstore.KVPool(settings, layout, kv_caches, namespace)   # in each worker's process
 
-`open_swap` gives only the block copies between a paged cache and host memory, and needs no pool.
+`open_swap` needs no pool: what it returns copies blocks between a paged cache and host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Imports all public names when one is first used: the command line starts without torch.
+    """Imports all public names when one of them is first used, so that `import pdstore` is quick.
 
     Raises AttributeError.
     """

@@ -1,4 +1,4 @@
-"""`python -m pdstore`."""
+"""Runs the command line for `python -m pdstore`."""
 
 from pdstore.cli.main import main
 

@@ -1,6 +1,6 @@
-"""AsyncRunner: runs one function at a time on a thread and a GPU stream of its own.
+"""AsyncRunner: has a thread and a GPU stream, and runs functions on them, one at a time.
 
-DevicePin keeps a thread on its device.
+DevicePin keeps a thread on one device.
 """
 
 # Decision: docs/decisions/038-async-runner.md
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class CudaApi:
-    """The CUDA calls that DevicePin makes, through torch. Tests pass an object of their own."""
+    """The CUDA calls that DevicePin makes through torch. Tests replace it by another object."""
 
     def set_device(self, index: int) -> None:
         torch.cuda.set_device(index)
@@ -33,10 +33,11 @@ class CudaApi:
 
 
 class DevicePin:
-    """Keeps a thread on one device. On the CPU it does nothing.
+    """Keeps a thread on one device. If the device is the CPU, it does nothing.
 
-    Each thread has a current device, at first 0, and any library may change it. So the device is
-    set again before every job, and the thread's current stream is set back to the default stream.
+    Each thread has a current CUDA device. At first that is device 0, and any library may change it.
+    So `hold` is called before every job: it makes `device` the thread's current device again, and
+    the device's default stream the thread's current stream.
 
     Raises DeviceError for a device without an index.
     """
@@ -48,7 +49,7 @@ class DevicePin:
         self._api = api or CudaApi()
 
     def hold(self) -> None:
-        """Puts the calling thread on the device. After a DeviceError nothing may run on it."""
+        """Puts the calling thread on the device. After a DeviceError the thread must run no job."""
         if self.device.type == "cpu":
             return
         index = self.device.index
@@ -66,16 +67,19 @@ T = TypeVar("T")
 
 
 class AsyncRunner(Generic[T]):
-    """Runs one function at a time beside the caller, on a thread and a GPU stream of its own.
+    """Has a thread and a GPU stream, and runs its caller's functions on them, one at a time.
 
-    `launch` starts a function, `sync` returns its result. On a GPU the function's work runs after
-    the work that the caller's stream had queued at `launch`. The caller's stream is the current
-    stream of the runner's device, even if another device is current. The function runs in the
-    caller's inference and gradient mode.
-    If the function raises, the next `sync` or `launch` raises its exception once. The caller's
-    stream then waits for the work that the function had queued before, so that its memory may be
-    reused. Until then the caller must not change what the function uses: hand over copies.
-    One thread may call it. Raises DeviceError from the constructor if the device cannot be used.
+    `launch` starts a function. `sync` waits for the function and returns its result. On a GPU, the
+    work that the function queues runs after the work that was queued on the caller's stream at
+    `launch`. The caller's stream is the caller's current stream on the runner's device, even if
+    another device is current. The function runs in the torch modes (inference, gradients) that the
+    caller had at `launch`.
+    If the function raises an exception, the next call of `sync` or `launch` raises it, and no later
+    call does. That call also makes the caller's stream wait for the work that the function queued
+    before it failed, so that the memory in use may be reused. Between `launch` and that call, the
+    caller must not change data that the function uses: give the function copies.
+    Only one thread may call `launch` and `sync`. The constructor raises DeviceError if the device
+    cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU) -> None:
@@ -85,14 +89,15 @@ class AsyncRunner(Generic[T]):
             else None
         )
         self._calls: SimpleQueue[_Call[T] | None] = SimpleQueue()
-        self._last: _Call[T] | None = None  # None once the caller knows how it ended
+        self._last: _Call[T] | None = None  # None after the caller learned its outcome
         self._closed = False
         self._worker = Worker(name, self._calls.get, DevicePin(device).hold)
 
     def launch(self, function: Callable[[], T], timeout_s: float = 30.0) -> None:
-        """Starts a function once the previous function has ended.
+        """Waits until the previous function has ended, then starts `function`.
 
-        Raises that function's exception, or TimeoutError if it still runs after `timeout_s`.
+        Raises the previous function's exception, or TimeoutError if that function still runs after
+        `timeout_s`.
         """
         self._ended(timeout_s)
         if self._closed:
@@ -101,9 +106,10 @@ class AsyncRunner(Generic[T]):
         self._calls.put(self._last)
 
     def sync(self, timeout_s: float = 30.0) -> T | None:
-        """Waits for the function and returns its result; None when none was launched.
+        """Waits for the function and returns its result.
 
-        On a GPU the caller's stream then waits for the work that the function queued.
+        Returns None if no function was launched since the last call of `sync`. On a GPU, the
+        caller's stream then waits for the work that the function queued.
         Raises the function's exception, or TimeoutError if it still runs after `timeout_s`.
         """
         call = self._ended(timeout_s)
@@ -113,13 +119,13 @@ class AsyncRunner(Generic[T]):
         return call.result
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Lets the running function end, and stops; False if it still runs after `timeout_s`."""
+        """Stops the thread after its function; returns False if it still runs after `timeout_s`."""
         self._closed = True
         self._calls.put(None)
         return self._worker.join(timeout_s)
 
     def _ended(self, timeout_s: float) -> _Call[T] | None:
-        """Waits for the last call and raises its exception; None if its end was seen before."""
+        """Waits for the last call and raises its exception; None if its end is known already."""
         call = self._last
         if call is None:
             return None
@@ -133,7 +139,7 @@ class AsyncRunner(Generic[T]):
 
 
 class _Call(Generic[T]):
-    """A launched function and its outcome. It releases the function before it sets `has_ended`."""
+    """A launched function and its outcome. It drops the function before it sets `has_ended`."""
 
     def __init__(self, function: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
         self.has_ended = threading.Event()
@@ -141,8 +147,8 @@ class _Call(Generic[T]):
         self.error: Exception | None = None
         self._function: Callable[[], T] | None = function
         self._stream = stream
-        self._asked: torch.cuda.Event | None = None  # after what the caller's stream had queued
-        self._ready: torch.cuda.Event | None = None  # after what the function queued
+        self._asked: torch.cuda.Event | None = None  # behind the caller's earlier work
+        self._ready: torch.cuda.Event | None = None  # behind the function's work
         if stream is not None:
             self._asked = torch.cuda.current_stream(stream.device).record_event()
         self._is_inference = torch.is_inference_mode_enabled()
@@ -162,7 +168,7 @@ class _Call(Generic[T]):
         self.has_ended.set()
 
     def follow(self) -> None:
-        """Makes the caller's stream wait for what the function queued."""
+        """Makes the caller's stream wait for the work that the function queued."""
         if self._stream is not None and self._ready is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._ready)
 
@@ -174,5 +180,5 @@ class _Call(Generic[T]):
                 self._stream.wait_event(self._asked)
             try:
                 return function()
-            finally:  # what a failed function has queued still runs
+            finally:  # work that a failed function queued still runs
                 self._ready = self._stream.record_event()

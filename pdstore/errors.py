@@ -1,25 +1,26 @@
-"""Errors: every exception that pdstore raises; and the reasons and results that jobs end with.
+"""Errors: the exceptions that pdstore raises, and the reasons and results with which jobs end.
 
 * PDStoreError
   x ConfigError (ValueError)          a setting, a URL or an argument of a constructor is wrong
-    + MissingExtra (ImportError)      a package of an extra is not installed
+    + MissingExtra (ImportError)      a package that an optional feature needs is missing
     + NativeError                     the native library is missing or cannot be built or loaded
   x LayoutError (ValueError)          KV tensors, block ids or token counts do not fit the layout
   x DeviceError (RuntimeError)        a thread could not be put on its device
   x SwapError (RuntimeError)          a block copy failed, or host memory could not be pinned
-  x StoreError                        the store failed; a missing block is a number, never an error
+  x StoreError                        the store failed; a missing block raises no exception
     + StoreUnavailable (ConnectionError)
     + StoreTimeout (TimeoutError)
     + StoreFull
     + StoreDenied (PermissionError)
     + StoreClosed
-    + BadValue                        a stored value must not be used, and is to be removed
-      - WrongLength                   not as long as its key says
-      - OtherSeal                     encrypted with a key that this instance lacks
-      - Forged                        not confirmed by its seal key: damaged, moved or made up
+    + BadValue                        a stored value must not be used and should be removed
+      - WrongLength                   longer or shorter than values with its key are
+      - OtherSeal                     encrypted with a seal key that this instance lacks
+      - Forged                        its seal key proves it damaged, moved or made up
   x JobError                          a save or a load ended before its work was done
     + JobDeadline (TimeoutError)
     + JobCancelled
+    + SaveFailed
     + QueueFull
     + ReadOnly
     + PoolClosed
@@ -56,12 +57,13 @@ class DeviceError(PDStoreError, RuntimeError):
 
 
 class SwapError(PDStoreError, RuntimeError):
-    """A device call of a block copy, or of pinning memory, failed.
+    """A call to the device's runtime failed, which was to copy a block or to pin host memory.
 
     device_code: the device runtime's error code; 0 if there is none.
     call: the name of the call that failed.
-    slice_number: the slice of the copy that the call was for; -1 if it was for no slice.
-    poisoned: the device's context is broken for good: nothing will work in this process any more.
+    slice_number: the number of the slice that the call was to copy; -1 if it was to copy none.
+    poisoned: True if the device's context is broken for good: in this process no call to the device
+      will succeed any more.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class SwapError(PDStoreError, RuntimeError):
 
 
 class StoreError(PDStoreError):
-    """The store failed after it had served `num_done` leading keys of the call.
+    """The store failed. Before, it had served the first `num_done` keys of the call.
 
-    remedy: what to change, in the imperative, if the cause is known. The message ends with it.
+    remedy: tells the user what to change; empty if the cause is not known. It is the end of the
+      message.
     """
 
     def __init__(self, message: str, *, num_done: int = 0, remedy: str = "") -> None:
@@ -101,31 +104,31 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class StoreFull(StoreError):
-    """The store has no room for a value and can evict nothing for it."""
+    """The store has no room for a value, and cannot evict other values to make room."""
 
 
 class StoreDenied(StoreError, PermissionError):
-    """The store refuses this user."""
+    """The store denies this user access."""
 
 
 class StoreClosed(StoreError):
-    """The store was closed, or belongs to the parent of a forked process."""
+    """The store was closed, or the parent process opened it before it forked this process."""
 
 
 class BadValue(StoreError):
-    """The value after the first `num_done` must not be used; once removed, it is saved anew."""
+    """The value of the key at index `num_done` must not be used and should be removed."""
 
 
 class WrongLength(BadValue):
-    """The value is not as long as its key says: it is corrupt."""
+    """The value is corrupt: it is longer or shorter than values with its key are."""
 
 
 class OtherSeal(BadValue):
-    """The value is encrypted with a key that this instance lacks, or it is not encrypted."""
+    """The value is encrypted with a seal key that this instance lacks, or it is not encrypted."""
 
 
 class Forged(BadValue):
-    """The value is not what an instance with its seal key stored under its key."""
+    """The value's seal key proves that no instance stored this value under this block key."""
 
 
 class JobError(PDStoreError):
@@ -133,11 +136,11 @@ class JobError(PDStoreError):
 
 
 class JobDeadline(JobError, TimeoutError):
-    """The job's time was up."""
+    """The job did not end before its deadline."""
 
 
 class JobCancelled(JobError):
-    """The owner cancelled the job."""
+    """The job was cancelled."""
 
 
 class SaveFailed(JobError):
@@ -145,7 +148,7 @@ class SaveFailed(JobError):
 
 
 class QueueFull(JobError):
-    """The queue has reached its limit of jobs or bytes, so the job was not taken."""
+    """The queue had reached its limit of jobs or bytes, so it refused the job."""
 
 
 class ReadOnly(JobError):
@@ -153,40 +156,40 @@ class ReadOnly(JobError):
 
 
 class PoolClosed(JobError):
-    """The pool was closed, or belongs to the parent of a forked process."""
+    """The pool was closed, or the parent process opened it before it forked this process."""
 
 
 class Reason(str, enum.Enum):
-    """A reason why blocks were not found, loaded or saved; also a label of the metrics."""
+    """A reason why blocks were not found, loaded or saved. Metrics have it as a label."""
 
-    ABSENT = "absent"  # nobody stored the next block, or it was evicted
-    LOST = "lost"  # matched, but gone when it was read
-    CORRUPT = "corrupt"  # checksum, header or length is wrong: removed
-    FOREIGN = "foreign"  # an intact value that belongs to another key: removed
-    OTHER_SEAL = "other_seal"  # encrypted with a key that is not this instance's
-    FORGED = "forged"  # not what a holder of its seal key stored under this key: removed
-    NAMESPACE = "namespace"  # the other instance's weights, layout or format differ
-    OTHER_POOL = "other_pool"  # the other instance writes to another store
-    HANDOFF_FAILED = "handoff_failed"  # P said that it could not publish everything
+    ABSENT = "absent"  # the first missing block was never stored, or was evicted
+    LOST = "lost"  # a lookup found the block, but the load no longer did
+    CORRUPT = "corrupt"  # a value's checksum, header or length was wrong
+    FOREIGN = "foreign"  # a key had the intact value of another key
+    OTHER_SEAL = "other_seal"  # encrypted with a seal key that this instance lacks
+    FORGED = "forged"  # its seal key proves a value damaged, moved or made up
+    NAMESPACE = "namespace"  # weights, layout, format or salt of P and D differ
+    OTHER_POOL = "other_pool"  # P writes to another store than D reads
+    HANDOFF_FAILED = "handoff_failed"  # P reported that it could not store all of the prompt
     HANDOFF_LATE = "handoff_late"  # P's marker did not appear before D's deadline
-    HANDOFF_DEAD = "handoff_dead"  # P died before its marker: it stopped beating
-    DEADLINE = "deadline"  # the job's time was up
-    STORE_DOWN = "store_down"  # unreachable, or the breaker is open
+    HANDOFF_DEAD = "handoff_dead"  # P's heartbeat stopped before its marker appeared
+    DEADLINE = "deadline"  # a job or a lookup did not end in time
+    STORE_DOWN = "store_down"  # the store cannot be reached, or the breaker is open
     STORE_SLOW = "store_slow"  # a store call timed out
     STORE_FULL = "store_full"
-    NOT_ADMITTED = "not_admitted"  # a save's blocks are worth less than those that would go
+    NOT_ADMITTED = "not_admitted"  # the save would evict blocks that are worth more
     STORE_DENIED = "store_denied"
     STORE_ERROR = "store_error"  # any other error of the store
-    QUEUE_FULL = "queue_full"  # dropped: the queue has reached its limit
-    NO_SLOTS = "no_slots"  # no staging slot came free in time
+    QUEUE_FULL = "queue_full"  # the queue had reached its limit and refused the job
+    NO_SLOTS = "no_slots"  # no staging slot became free in time
     CANCELLED = "cancelled"
     CLOSED = "closed"
     READ_ONLY = "read_only"  # PDSTORE_PUBLISH=0
-    FAULT = "fault"  # a bug, an error of a device, or an exception that no store may raise
+    FAULT = "fault"  # a bug, a device error, or an exception that stores must not raise
 
 
 class Direction(enum.Enum):
-    """The way that blocks move."""
+    """The direction in which a job moves blocks."""
 
     LOAD = "load"  # store -> paged cache
     SAVE = "save"  # paged cache -> store
@@ -196,10 +199,10 @@ class Direction(enum.Enum):
 class JobResult:
     """The result of a job.
 
-    num_tokens: for a load, how many leading tokens of the prompt have their KV in the paged cache,
-      so that the engine can compute on after them; for a save, how many leading tokens another
-      process can load now.
-    reason: why these are not all tokens; None if they are.
+    num_tokens: for a load, the number of leading tokens of the prompt whose KV is in the paged
+      cache now; the engine need not compute them. For a save, the number of leading tokens that
+      another process can load now.
+    reason: why the job did not do all of its work; None if it did.
     error: the exception behind the reason, if there was one.
     """
 
@@ -227,5 +230,5 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
 
 
 def reason_of(error: Exception) -> Reason:
-    """Returns the reason for an exception; FAULT for one that is not pdstore's own."""
+    """Returns the reason that `_REASONS` gives for an exception; FAULT if it gives none."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAULT)

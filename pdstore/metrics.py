@@ -1,6 +1,6 @@
-"""Metrics: the table of all metrics, and the counters and histograms of one engine process.
+"""Metrics: the metrics of one engine process; METRICS is the table of all metrics.
 
-Code, documents, dashboards and tests share the table. Each miss and drop has a reason.
+Code, documents, dashboards and tests use that table. Each counted miss or drop has a reason.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ REASONS = tuple(reason.value for reason in Reason)
 VERBS = ("match", "get", "put", "remove", "clear")
 WAYS = ("load", "compute", "both")
 SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-"""Upper bounds of the histograms' buckets."""
+"""Upper bounds of the histograms' buckets, in seconds."""
 
 
 class Kind(enum.Enum):
-    """Prometheus' type of a metric."""
+    """The type of a metric, as Prometheus calls it."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
-    HISTOGRAM = "histogram"  # of seconds
+    HISTOGRAM = "histogram"  # pdstore has only histograms of seconds
 
 
 class Across(enum.Enum):
-    """The rule that makes one number of a gauge's values in the processes of an instance."""
+    """The rule that combines a gauge's values in all processes of an instance into one number."""
 
     SUM = "sum"
-    MAX = "max"  # for gauges of the store: all processes see the same
+    MAX = "max"  # for gauges about the store: they are equal in all processes
 
 
 @dataclass(frozen=True)
 class Metric:
     """One metric.
 
-    name: without "pdstore_" in front, and without "_total" at the end of a counter.
-    text: for the documents and for Prometheus.
-    labels: for each label, the values that are shown from the start; empty if they are not known.
+    name: the metric's name without "pdstore_" at its begin, and without a counter's "_total" at its
+      end.
+    text: explains the metric, in the documents and to Prometheus.
+    labels: for each label, the values that are shown before anything is counted; empty if the
+      values are not known in advance.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Metric:
 
     @property
     def shown_name(self) -> str:
-        """The name on a page of metrics."""
+        """The metric's name on a /metrics page."""
         return f"pdstore_{self.name}" + ("_total" if self.kind is Kind.COUNTER else "")
 
 
@@ -81,7 +83,7 @@ METRICS: dict[str, Metric] = {
     for metric in (
         _of_store(
             "info",
-            "1; the labels name the instance",
+            "always 1; the labels describe the instance",
             version=(),
             format=(),
             role=(),
@@ -90,7 +92,7 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "tokens",
-            "tokens of prompts looked up, found in the pool, loaded, saved; each once",
+            "tokens of prompts: looked up, found in the pool, loaded, saved; each counts once",
             verb=("requested", "matched", "loaded", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),
@@ -99,35 +101,33 @@ METRICS: dict[str, Metric] = {
         _counter("drops", "saves not made or not finished", reason=REASONS),
         _counter(
             "store_calls",
-            "calls of the store; an outcome is `ok` or an error's class",
+            "calls of the store; the outcome is `ok` or the class of the error",
             verb=VERBS,
             outcome=("ok",),
         ),
         _counter(
             "store_codes",
-            "error codes of the store's library; faults by `faulty+`",
+            "errors by the code from the store's library, and faults that `faulty+` makes",
             code=(),
         ),
-        _counter("store_evictions", "values that the store evicted, where it tells"),
+        _counter("store_evictions", "values that the store evicted, if it tells"),
         _seconds("store_seconds", "time of a store call", verb=VERBS),
         _seconds("job_seconds", "time of a job, with its wait in the queue", direction=DIRECTIONS),
-        _seconds("handoff_wait_seconds", "from D's lookup to P's marker or to the deadline"),
-        _seconds("exposed_seconds", "from a request's arrival to its loaded KV being in place"),
-        _counter("decisions", "prompts by what was decided for what the pool had", way=WAYS),
+        _seconds("handoff_wait_seconds", "time from D's lookup to P's marker or the deadline"),
+        _seconds("exposed_seconds", "time from a request's arrival to the end of its load"),
+        _counter("decisions", "prompts of which the pool had KV, by how to get it", way=WAYS),
         _gauge("jobs_alive", "jobs that wait or run"),
         _gauge("queue_jobs", "jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("queue_bytes", "bytes of the jobs that no worker has begun", direction=DIRECTIONS),
-        _gauge("hung_store_calls", "store calls that outlived their job; over two refuse new jobs"),
-        _gauge("slots", "staging slots in all; 0 where values bypass staging"),
+        _gauge("hung_store_calls", "store calls that outlived their job; 3 stop new jobs"),
+        _gauge("slots", "staging slots in total; 0 if values bypass staging"),
         _gauge("slots_lent", "staging slots in use"),
-        _of_store("breaker_open", "1 while calls fail at once because the store failed"),
-        _of_store("store_capacity_bytes", "bytes that the store may hold, where it tells"),
-        _of_store(
-            "store_used_bytes", "bytes that the store holds, where it tells; asked every 15 s"
-        ),
+        _of_store("breaker_open", "1 while the breaker refuses store calls"),
+        _of_store("store_capacity_bytes", "bytes that the store may hold, if it tells"),
+        _of_store("store_used_bytes", "bytes that the store holds, if it tells; asked every 15 s"),
     )
 }
-"""Every metric, by its name in this table, which is also its attribute of `Metrics`."""
+"""Every metric by its name. `Metrics` has an attribute of that name."""
 
 
 Shown: TypeAlias = Any
@@ -141,9 +141,10 @@ TYPES: Mapping[Kind, Shown] = {
 
 
 class Metrics:
-    """The metrics of `METRICS`, in `registry` or in a new one. Misses and drops are logged as well.
+    """The metrics that `METRICS` lists, in `registry` or in a new registry.
 
-    Any thread may call it, but no signal handler: the client library's locks are not reentrant.
+    It also logs misses and drops. Any thread may call it, but a signal handler must not, because
+    the client library's locks are not reentrant.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -151,7 +152,7 @@ class Metrics:
         self._reasons = ReasonLog()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
-        self.registry.register(_Refresher(self.refresh))  # before the metrics that it refreshes
+        self.registry.register(_Refresher(self.refresh))  # it is asked first
         self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
@@ -162,14 +163,14 @@ class Metrics:
         raise AttributeError(name)
 
     def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
-        """Sets `pdstore_info`; an instance's scheduler and workers set it to the same.
+        """Sets `pdstore_info`, which is equal in an instance's scheduler and workers.
 
         stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: the store's label.
         """
         self.info.labels(pdstore.__version__, str(stored_format), role, namespace, store).set(1)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
-        """Shows a store's error codes as well; the codes of several stores are added up."""
+        """Adds a store's error codes to the metrics. Counts of several stores are summed."""
         seen: collections.Counter[str] = collections.Counter()
 
         def read() -> None:
@@ -180,9 +181,9 @@ class Metrics:
         self.add_source(read)
 
     def add_source(self, read: Callable[[], None]) -> None:
-        """Has `read` called before metrics are shown: it sets those that are kept elsewhere.
+        """Makes `refresh` call `read`, which sets metrics whose values are kept elsewhere.
 
-        `read` must return at once and not raise.
+        `read` must return at once, and must not raise an exception.
         """
         self._sources.append(read)
 
@@ -191,20 +192,20 @@ class Metrics:
         self._breakers.append(is_open)
 
     def refresh(self) -> None:
-        """Reads what the sources know now; the registry calls it before it shows anything."""
+        """Calls all sources. The registry calls `refresh` before it shows any metric."""
         for read in self._sources:
             read()
 
     def miss(self, reason: Reason, error: Exception | None = None, what: str = "a load") -> None:
-        """Counts a lookup or a load that was cut short, and warns of it.
+        """Counts and logs a miss: a lookup or a load that brought less than was asked.
 
-        what: "a lookup" or "a load", for the warning.
+        what: "a lookup" or "a load", the subject of the log line.
         """
         self.misses.labels(reason.value).inc()
         self._reasons.warn(what, reason, error)
 
     def drop(self, reason: Reason, error: Exception | None = None) -> None:
-        """Counts a save that was not made or not finished, and warns of it."""
+        """Counts and logs a drop: a save that was not made or not finished."""
         self.drops.labels(reason.value).inc()
         self._reasons.warn("a save", reason, error)
 
@@ -215,7 +216,7 @@ class Metrics:
         reason: Reason | None,
         error: Exception | None = None,
     ) -> None:
-        """Counts the tokens that a lookup asked for and found, and why it did not find all."""
+        """Counts the tokens that a lookup asked for and found; with a reason, counts a miss."""
         if reason not in (Reason.CANCELLED, Reason.CLOSED):
             self.tokens.labels("requested").inc(num_requested)
         self.tokens.labels("matched").inc(num_matched)
@@ -229,7 +230,7 @@ class Metrics:
         seconds: float,
         error: Exception | None = None,
     ) -> None:
-        """Counts a job and its time, and why it did not do all of its work."""
+        """Counts a job and its time; with a reason, counts a miss (load) or a drop (save)."""
         outcome = reason.value if reason else "ok"
         self.jobs.labels(direction.value, outcome).inc()
         self.job_seconds.labels(direction.value).observe(seconds)
@@ -246,12 +247,12 @@ class Metrics:
 
 
 def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:
-    """Returns the label values that a metric shows from the start; nothing without labels."""
+    """Returns the label values that a metric shows from the start; none if it has no labels."""
     return itertools.product(*metric.labels.values()) if metric.labels else ()
 
 
 class _Refresher:
-    """A collector without metrics, which the registry asks first: it refreshes the others."""
+    """A collector without metrics. The registry asks it first, and it refreshes all metrics."""
 
     def __init__(self, refresh: Callable[[], None]) -> None:
         self._refresh = refresh

@@ -1,4 +1,4 @@
-"""Every name that `import pdstore` offers."""
+"""The public names of the package `pdstore`."""
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.engine.record import Records

@@ -1,6 +1,6 @@
-"""Settings: every setting of pdstore, read from the environment once.
+"""Settings: all settings of pdstore, from environment variables and arguments.
 
-This module also reads the variable of the user's cache, and sets variables of libraries.
+This module also reads XDG_CACHE_HOME, and sets environment variables that other libraries read.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from pdstore.errors import ConfigError
 
 
 def cache_directory(name: str) -> Path:
-    """Returns this user's cache directory: `pool` for `file://`, `native` for a built library."""
+    """Returns a directory in this user's cache: `pool` for `file://`, `native` for built code."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / name
 
 
 def set_missing_variables(defaults: Mapping[str, str]) -> None:
-    """Sets environment variables of a library not imported yet, except those that the user set."""
+    """Sets environment variables, before a library reads them, unless the user has set them."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
-_OFF = ("", "0", "false", "off", "no", "n", "f")  # read by pydantic as False
-_NEAR = 0.82  # likeness of a misspelt name; PD_DISAGGREGATION is another project's
-_OF_KUBERNETES = re.compile(  # set in pods if a Service is called pdstore or pdstore-*
+_OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
+_NEAR = 0.82  # a misspelt name is at least as similar as this
+_OF_KUBERNETES = re.compile(  # it sets these in pods if a Service is called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
 )
 _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
 LOOKUP_WAIT_S = 1.0
-"""The time that a prompt without a hand-off waits for the store's answer."""
+"""The longest time that a prompt without a hand-off waits for the store's answer."""
 _LARGE_BLOCK = 4096  # tokens; most prompts are shorter
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
-"""A time in seconds; 0 means not to wait."""
+"""The type of a setting in seconds, where 0 means not to wait."""
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S, allow_inf_nan=False)]
-"""A time in seconds, above 0."""
+"""The type of a setting in seconds that must be above 0."""
 
 
 def _default_workers() -> int:
@@ -57,10 +57,10 @@ def _default_workers() -> int:
 
 
 class Settings(BaseSettings):
-    """The settings of an instance, by environment variable or by argument (an argument wins).
+    """The settings of an instance, from environment variables and arguments; arguments win.
 
-    Make them by `read_settings`, whose errors name the variables; `Settings()` itself raises
-    pydantic's ValidationError.
+    Create them with `read_settings`, whose errors name the variables. `Settings()` itself raises
+    pydantic's ValidationError instead.
     """
 
     model_config = SettingsConfigDict(
@@ -90,7 +90,7 @@ class Settings(BaseSettings):
         description="Name of the weights' revision. Unset: a digest of the weight files.",
     )
     salt: SecretStr | None = Field(
-        None, description="A secret that keeps tenants apart: another salt, another namespace."
+        None, description="A secret. Instances with other salts do not find this one's blocks."
     )
     seal_key_file: Path | None = Field(
         None,
@@ -105,28 +105,28 @@ class Settings(BaseSettings):
     kv_shards: int | None = Field(
         None,
         ge=1,
-        description="Shards of a block by KV heads. Unset: the TP size. Unequal TP: a multiple.",
+        description="Shards of a block. Unset: the TP size. For unequal TP: a multiple of each.",
     )
     layer_ranges: int | None = Field(
         None,
         ge=1,
         le=MAX_LAYER_RANGES,
-        description="Runs of layers a block is stored in. Unset: 1 to 4 by size. Equal on P and D.",
+        description="Layer ranges of a block, the same for P and D. Unset: 1 to 4, by its size.",
     )
     publish: bool = Field(
         True, description="0: this instance loads from the pool and never saves to it."
     )
     save_decoded: bool = Field(
         False,
-        description="1: decoded blocks are saved too, for a conversation's next turn.",
+        description="1: blocks of answers are saved as well, for a conversation's next turn.",
     )
     require_store: bool = Field(
         False,
-        description="1: refuse to start without the store. 0: serve, and join when it appears.",
+        description="1: refuse to start without the store. 0: start, and use it once it runs.",
     )
     selftest: bool = Field(
         False,
-        description="1: try a block of the engine's own layout first; refuse to start if it fails.",
+        description="1: run the self-test at the start, and refuse to start if it fails.",
     )
     staging: ByteSize = Field(
         ByteSize(1 << 30),
@@ -143,21 +143,21 @@ class Settings(BaseSettings):
         description="Threads that move blocks. Unset: one per CPU, at least 4 and at most 16.",
     )
     handoff_wait_s: Seconds = Field(
-        10.0, description="How long D waits for P's marker; a second more, where the store hangs."
+        10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."
     )
     load: Literal["auto", "always", "never"] = Field(
         "always",
-        description="`always` loads what the pool has, `never` computes it, `auto`: the quicker.",
+        description="KV in the pool: `always` or `never` load it, or `auto`: take the quicker way.",
     )
     on_miss: Literal["compute", "fail"] = Field(
         "compute",
-        description="Where a hand-off falls short, `compute` the rest, or `fail` the request.",
+        description="If a hand-off falls short: `compute` the rest, or `fail` the request.",
     )
     deadline_s: Seconds = Field(
-        5.0, description="Time of a save or a load, plus one second per GB of it."
+        5.0, description="Time limit of a save or a load, to which each GB of it adds one second."
     )
     drain_s: WaitSeconds = Field(
-        5.0, description="How long a stop waits for running jobs; 2 s later it has ended."
+        5.0, description="How long a stop waits for running jobs. The stop ends within 2 s more."
     )
     block_ttl_s: int = Field(
         1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
@@ -169,7 +169,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="Port on 127.0.0.1 of a page about this instance; 0: a free one. Unset: none.",
+        description="Port on 127.0.0.1 of a page about this instance. 0: a free one. Unset: none.",
     )
     traces: str | None = Field(
         None,
@@ -181,14 +181,14 @@ class Settings(BaseSettings):
     @field_validator("status_port", mode="before")
     @classmethod
     def _forget_address(cls, value: object) -> object:
-        """Drops the address that Kubernetes sets for a Service called pdstore-status."""
+        """Ignores the address that Kubernetes puts here if a Service is called pdstore-status."""
         return None if str(value).startswith(("tcp://", "udp://", "sctp://")) else value
 
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
-    """Yields each valid setting that makes an instance useless, and what to write instead.
+    """Yields why a valid setting makes the instance useless, and what to write instead.
 
-    longest_prompt: tokens of the longest prompt that the engine takes; None: not known.
+    longest_prompt: tokens of the longest prompt that the engine takes; None if not known.
     """
     if settings.role == "decode" and settings.load == "never":
         said = "PDSTORE_LOAD=never on a decode instance: it computes each prompt that P has saved"
@@ -198,8 +198,8 @@ def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[
         yield said, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
     if settings.block_tokens > (longest_prompt or _LARGE_BLOCK):
         why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
-        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: what fills no block is"
-        yield f"{said} never shared", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
+        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"
+        yield f"{said} block share nothing", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
 
 
 def origin_of(settings: Settings, field: str) -> str:
@@ -213,7 +213,7 @@ def origin_of(settings: Settings, field: str) -> str:
 
 
 def empty_settings(settings: Settings) -> str:
-    """Returns the end of a log line that names the variables set to nothing; "" if none is."""
+    """Returns text for a log line's end that names variables set to ""; "" if there is none."""
     unset = (variable_of(f) for f in Settings.model_fields if f not in settings.model_fields_set)
     empty = ", ".join(name for name in unset if os.environ.get(name) == "")
     return f"; empty, so as if not set: {empty}" if empty else ""
@@ -225,11 +225,11 @@ def variable_of(field: str) -> str:
 
 
 def read_settings(**overrides: object) -> Settings:
-    """Returns the settings in the environment; `overrides` win (for command lines and tests).
+    """Returns the settings from `overrides` and from the environment; `overrides` win.
 
-    An empty value counts as unset. Raises ConfigError with the variable's name: for an unknown
-    PDSTORE_* variable, with the nearest known name; for any other PD* variable that is spelt nearly
-    like a known one; for a value that does not fit; and for an empty PDSTORE_SEAL_KEY_FILE.
+    An empty value counts as not set, but PDSTORE_SEAL_KEY_FILE must not be empty. Raises
+    ConfigError, which names the variable: for a bad value; for an unknown PDSTORE_* variable; and
+    for another PD* variable whose name looks like a misspelt setting.
     """
     _refuse_slips({variable_of(field) for field in Settings.model_fields}, _PREFIX)
     key_file = variable_of("seal_key_file")
@@ -246,10 +246,11 @@ def read_settings(**overrides: object) -> Settings:
 
 
 def read_engine_settings(**overrides: object) -> Settings:
-    """Returns an engine's settings; with the switch off, the engine starts whatever else is set.
+    """Returns an engine's settings, which can stop its start only if the switch is on.
 
-    With the switch off, no other variable is read, and only a misspelt switch raises ConfigError.
-    With the switch on, it raises ConfigError as `read_settings` does.
+    The switch is PD_TRANSFER_VIA_STORAGE. If it is off, no other variable is read, and only a
+    misspelt name of the switch raises ConfigError. If it is on, ConfigError is raised as by
+    `read_settings`.
     """
     given = overrides.get("pd_transfer_via_storage", os.environ.get(_SWITCH, ""))
     if str(given).lower() not in _OFF:
@@ -260,11 +261,11 @@ def read_engine_settings(**overrides: object) -> Settings:
 
 
 def _refuse_slips(known: Set[str], prefix: str) -> None:
-    """Raises ConfigError for a variable whose name can only be a misspelt known name.
+    """Raises ConfigError for an environment variable whose name seems to be misspelt.
 
-    A misspelt switch would silently leave the pool unused.
+    Without the error, a misspelt PD_TRANSFER_VIA_STORAGE would leave the pool unused.
 
-    prefix: an unknown name that begins with it is refused, even if it is like no known name.
+    prefix: an unknown name that begins with this prefix is refused even if no known name is near.
     """
     for name in os.environ:
         upper = name.upper()
@@ -285,11 +286,11 @@ _REMEDIES = {
     "int_parsing": "write a whole number",
     "string_pattern_mismatch": "write a URL like http://127.0.0.1:4318",
 }
-"""Instructions in place of pydantic's messages that do not say what to write."""
+"""Instructions that replace those messages of pydantic that do not say what to write."""
 
 
 def _told(problem: ErrorDetails) -> str:
-    """Returns a variable, its value unless that may hold a secret, and what to write instead."""
+    """Returns a variable, its value if that can hold no secret, and what to write instead."""
     field = str(problem["loc"][0]) if problem["loc"] else "settings"
     told = variable_of(field) if field in Settings.model_fields else field
     value = problem["input"]

@@ -1,7 +1,8 @@
-"""Sizing: a model's KV, and the bandwidth from which loading beats computing.
+"""Sizing: the size of a model's KV, and the bandwidth above which loading it beats computing it.
 
-`python -m pdstore.sizing CONFIG` prints both from a model's config.json; see docs/sizing.md.
+`python -m pdstore.sizing CONFIG` prints both for the model of a config.json; see docs/sizing.md.
 
+T_c is the time to compute a prompt of p tokens, B* the bandwidth, N the active parameters:
 T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
 B*  = p * (KV bytes of a token) / T_c
 """
@@ -24,19 +25,21 @@ PEAK_TFLOPS = {
     **{"A100": 312, "A800": 312, "A10": 125, "L4": 121, "L40S": 362, "4090": 165},
     **{"H20": 148, "H100": 989, "H800": 989, "H200": 989, "GH200": 989, "B200": 2250},
 }
-"""Dense bf16 operations, from the makers' data sheets."""
+"""Dense bf16 operations in TFLOPS, from the makers' data sheets."""
 DEFAULT_MFU = 0.5
 _PROMPTS = (1024, 8192, 32_768, 131_072)
-"""Tokens of the prompts in the table of what a store must deliver."""
+"""Tokens of the prompts in the printed table, unless the user names prompts."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a decoder-only transformer that its KV and its prefill time follow from.
+    """The numbers of a decoder-only transformer that fix the size of its KV and its prefill time.
 
-    kv_elements: of one token in one layer, K and V together; for MLA the latent with its rope part.
-    qk_dim, v_dim: elements of a query and of a value, per head.
-    active_params: parameters that a token passes, without the input embedding, which is a look-up.
+    kv_elements: elements of K and V together, of one token in one layer; for MLA, elements of the
+      latent with its rope part.
+    qk_dim, v_dim: elements of a query vector and of a V vector, per head.
+    active_params: parameters that compute one token, without the input embedding, which is only
+      looked up.
     """
 
     name: str
@@ -53,7 +56,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, path: str) -> ModelShape:
-        """Reads a config.json, or the one in a directory. Raises ConfigError."""
+        """Reads a config.json; `path` is the file or its directory. Raises ConfigError."""
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
             document = json.loads(file.read_text())
@@ -73,7 +76,7 @@ class ModelShape:
         return self.layers * self.kv_elements * (element_bytes or _BYTES.get(self.dtype, 2))
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Returns the operations of a prefill: matrix products, causal attention."""
+        """Returns how many operations a prefill takes: matrix products and causal attention."""
         attention = self.layers * self.heads * (self.qk_dim + self.v_dim) * num_tokens**2
         return 2 * self.active_params * num_tokens + attention
 
@@ -109,7 +112,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
 
 
 def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
-    """Parameters of one layer's latent attention."""
+    """Returns the number of parameters of one layer's latent attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     nope, v_dim, q_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
@@ -120,7 +123,7 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 
 
 def _mlp_params(config: Mapping[str, Any]) -> int:
-    """Parameters of all layers' MLPs that a token passes; of the experts, those it is sent to."""
+    """Returns how many MLP parameters compute a token: of experts, only those that get it."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
@@ -136,8 +139,8 @@ def _mlp_params(config: Mapping[str, Any]) -> int:
 class Comparison(NamedTuple):
     """A comparison of reading a prompt's KV with computing it on GPUs that do nothing else.
 
-    compute_s: the time of the prefill. bytes_per_s: the rate at which a store must deliver the KV
-      to be as fast.
+    compute_s: the time of the prefill. bytes_per_s: the rate at which reading the KV from a store
+      takes as long as the prefill.
     """
 
     num_tokens: int
@@ -147,7 +150,7 @@ class Comparison(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The GPUs of an instance, and the share of their peak that a prefill reaches."""
+    """The GPUs of an instance, and `mfu`, the part of their peak rate that a prefill reaches."""
 
     gpu: str
     num_gpus: int = 1
@@ -172,7 +175,7 @@ def break_even(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was asked. Returns 0; 2 for a wrong argument."""
+    """Prints the sizes that the arguments ask for. Returns 0, or 2 for a wrong argument."""
     asked = _parser().parse_args(arguments)
     try:
         shape = ModelShape.of_config(asked.config)
@@ -185,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
-    """Prints from which bandwidth on reading beats computing, for each prompt."""
+    """Prints, for each prompt, the bandwidth above which reading is faster than computing."""
     machine, element_bytes = Machine(asked.gpu, asked.gpus, asked.mfu), asked.kv_element_bytes
     kv_bytes = shape.kv_bytes(element_bytes)
     prompts = asked.prompt or _PROMPTS
@@ -232,13 +235,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("config", help="a model's config.json, or its directory")
-    add("--gpu", default="H100", help=f"of the prefill instance: {', '.join(PEAK_TFLOPS)}")
+    add("--gpu", default="H100", help=f"GPU of the prefill instance: {', '.join(PEAK_TFLOPS)}")
     add("--gpus", type=int, default=1)
     add("--mfu", type=float, default=DEFAULT_MFU, help="the prefill's share of the GPU's peak")
-    add("--prompt", type=int, action="append", help="a prompt's tokens; again for another one")
-    add("--kv-element-bytes", type=int, help="1: an fp8 cache")
+    add("--prompt", type=int, action="append", help="a prompt's length in tokens; may be repeated")
+    add("--kv-element-bytes", type=int, help="bytes of an element of KV; 1 for fp8")
     add("--params", type=float, help="active parameters, such as 37e9")
-    add("--bandwidth", type=float, help="the store's GB/s: read or compute?")
+    add("--bandwidth", type=float, help="the store's GB/s; prints which way is faster")
     add("--json", action="store_true")
     return parser
 

@@ -1,4 +1,4 @@
-"""Threads with a name and a device, whose errors are kept and whose end is waited for."""
+"""Worker, Ticker: named threads that survive errors and can be stopped. Deadline: a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call_or(function: Callable[[], T], otherwise: T) -> T:
 
 
 class Task(Protocol):
-    """Work for a Worker, which calls `run`, and calls `fail` with what `run` raises."""
+    """Work for a Worker, which calls `run`. It passes an exception that `run` raises to `fail`."""
 
     def run(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
@@ -35,12 +35,12 @@ class Task(Protocol):
 class Worker:
     """A thread that runs tasks one after the other until `take` returns None.
 
-    An exception of a task, or of `hold` before it, goes to the task's `fail`, and the worker goes
-    on. A BaseException, which a library may raise on any thread (CancelledError, a panic of Rust),
-    arrives at `fail` as a RuntimeError. Raises DeviceError from the constructor when the device
-    cannot be used.
+    If a task or the `hold` before it raises an exception, the worker passes the exception to the
+    task's `fail`, and goes on with the next task. In place of a BaseException such as
+    CancelledError or a panic of Rust, `fail` gets a RuntimeError. The constructor raises
+    DeviceError if the device cannot be used.
 
-    hold: called before each task to put the thread on its device: `DevicePin.hold`.
+    hold: is called before each task to put the thread on its device, as `DevicePin.hold` does.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Worker:
             raise self._start_error
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end; False if it still runs."""
+        """Waits for the thread's end; returns False if it still runs after `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -79,15 +79,16 @@ class Worker:
             except BaseException as error:
                 log.debug("%s: task failed", self._thread.name, exc_info=True)
                 task.fail(_as_exception(error))
-            del task  # what the task holds is released before the thread waits for the next one
+            del task  # drop the task's objects before waiting for the next task
 
 
 class Ticker:
-    """A thread that calls `step` again and again, until `stop`.
+    """A thread that calls `step` again and again until `stop` is called.
 
-    `step` returns the seconds to its next turn, or None to wait for `wake`. If `step` raises, the
-    error is logged, and the next turn comes after `pause_s`. In the child of a fork `wake` and
-    `stop` do nothing. A turn is one call of `step`; there are never two turns at a time.
+    A turn is one call of `step`; two turns never run at the same time. `step` returns the seconds
+    until the next turn, or None if the next turn must wait for `wake`. If `step` raises an
+    exception, the exception is logged, and the next turn comes after `pause_s`. In the child of a
+    fork, `wake` and `stop` do nothing.
     """
 
     def __init__(
@@ -104,18 +105,18 @@ class Ticker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes the next turn come at once."""
+        """Makes the thread begin its next turn at once."""
         if os.getpid() == self._pid:
             self._called.set()
 
     def turn(self) -> None:
-        """Makes a turn on the calling thread, which is quicker than waking the ticker's thread."""
+        """Calls `step` on the calling thread, which is quicker than waking the ticker's thread."""
         with self._turning:
             if self._turn() < self._next_at:
                 self.wake()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread after its turn; False if it, or a turn on another thread, still runs."""
+        """Ends the thread after its turn; False if any turn still runs after `timeout_s`."""
         self._stopped = True
         if os.getpid() != self._pid:
             return True
@@ -129,10 +130,10 @@ class Ticker:
                 self._next_at = self._turn()
             pause = self._next_at - time.monotonic()
             self._called.wait(None if pause == math.inf else max(0.0, pause))
-            self._called.clear()  # the next turn serves all wakes so far
+            self._called.clear()  # the next turn answers all wakes so far
 
     def _turn(self) -> float:
-        """Makes a turn unless stopped; returns when the next is due. The caller holds the lock."""
+        """Calls `step` unless stopped; returns the next turn's time. The caller holds the lock."""
         after_an_error: float | None = self._pause_s
         pause = None if self._stopped else call_or(self._step, after_an_error)
         return math.inf if pause is None else time.monotonic() + pause
@@ -147,7 +148,7 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 class Deadline:
-    """A moment on the monotonic clock."""
+    """A time limit: a moment on the monotonic clock, `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self.at = time.monotonic() + seconds

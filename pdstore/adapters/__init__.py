@@ -1,1 +1,1 @@
-"""Adapters: they make pdstore a plugin of an engine. Only an adapter imports its engine."""
+"""Adapters: each makes pdstore a plugin of one engine; no other code imports that engine."""

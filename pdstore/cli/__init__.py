@@ -1,1 +1,1 @@
-"""The command line: `python -m pdstore`."""
+"""The command line, which `pdstore` and `python -m pdstore` start."""

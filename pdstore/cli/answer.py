@@ -63,16 +63,16 @@ def emit(answer: Answer, target: str | None) -> None:
 
 def _show(parts: Sequence[RenderableType]) -> None:
     console = Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no edge to fold at
+    if not console.is_terminal:  # a pipe has no width at which to fold
         console.width = _WIDE
     for part in parts:
         console.print(_as_it_is(part))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:
-    """Returns a table without a frame; columns whose name begins with `>` are numbers.
+    """Returns a table without a frame. `>` begins the name of each column of numbers.
 
-    A cell of type str is shown without any markup; a `Text` may have a style.
+    Cells of type str are shown as they are, without markup. A `Text` may have a style.
     """
     has_names = any(columns)
     made = Table(
@@ -97,7 +97,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> T
 
 
 def _as_it_is(part: RenderableType) -> RenderableType:
-    """Keeps rich from reading markup in a text, and a terminal from obeying it."""
+    """Stops rich from reading markup in a text, and a terminal from obeying control characters."""
     return Text(printable(part)) if isinstance(part, str) else part
 
 
@@ -112,7 +112,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """Returns a time as `8 s`, `12 min`, `3 h` or `5 d`; a dash for None."""
+    """Returns a duration as `8 s`, `12 min`, `3 h` or `5 d`; a dash for None."""
     if seconds is None:
         return "-"
     for limit, step, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 
 class Level(enum.Enum):
-    """The weight of a finding: BAD does not work, WARN works worse than it could."""
+    """The weight of a finding. BAD: something fails. WARN: something works worse than it could."""
 
     OK = "ok"
     INFO = "info"
@@ -149,7 +149,7 @@ _MARKS = {
 
 
 class Finding(NamedTuple):
-    """A finding. remedy: what to do, in the imperative; empty where nothing is to be done."""
+    """The result of a check. remedy: tells the user what to do; empty if nothing is to be done."""
 
     level: Level
     subject: str

@@ -13,8 +13,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich's help pages take 0.2 s to import
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Look into a KV pool, and check P and D. Exit status: 0 fine,"
-    " 1 something was found, 2 the command could not run.",
+    help="Look into a KV pool, and check P and D. Exit status: 0: all is well,"
+    " 1: something is wrong, 2: the command could not run.",
 )
 
 Store = Annotated[
@@ -22,7 +22,7 @@ Store = Annotated[
 ]
 JsonTarget = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", help="Write JSON there instead; - is standard output."),
+    typer.Option("--json", metavar="FILE", help="Write JSON to a file; - is standard output."),
 ]
 
 
@@ -59,9 +59,9 @@ def _options(
 @app.command()
 def ls(
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Namespace, or a longer beginning of keys.")
+        str, typer.Argument(metavar="PREFIX", help="A namespace, or the beginning of keys.")
     ] = "",
-    limit: Annotated[int, typer.Option(min=0, help="Most lines; 0 for all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="The most lines to show; 0 for all.")] = 20,
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
@@ -78,21 +78,21 @@ def du(store: Store = None, json: JsonTarget = None) -> None:
 @app.command()
 def inspect(
     key: Annotated[
-        str, typer.Argument(metavar="KEY", help="A key, or a piece of it that no other has.")
+        str, typer.Argument(metavar="KEY", help="A key, or a text that no other key contains.")
     ],
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
-    """Read one value: its header, and whether it is right."""
+    """Read one value; show its header, and whether it is right."""
     _run("listing.inspect", json, store, key)
 
 
 @app.command("purge")
 def clear(
     namespace: Annotated[
-        str, typer.Option(metavar="HEX", help="Its first hex digits, as in `pdstore du`.")
+        str, typer.Option(metavar="HEX", help="First hex digits, as `pdstore du` shows.")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count values.")] = False,
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
@@ -103,16 +103,16 @@ def clear(
 @app.command()
 def doctor(
     peer: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="P's or D's; again for the other.")
+        list[str] | None, typer.Option(metavar="URL", help="URL of P; repeat it for D.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="FILE", help="config.json: KV of its layout is tried.")
+        str | None, typer.Option(metavar="FILE", help="config.json of the model to try KV of.")
     ] = None,
     engine_block: Annotated[int, typer.Option(min=1, help="Tokens of the engine's block.")] = 16,
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
-    """Try all that P and D need, and say what to do."""
+    """Check all that P and D need, and say what to change."""
     _run("doctor.doctor", json, store, peer or (), model, engine_block)
 
 
@@ -125,14 +125,15 @@ def explain(
         str | None, typer.Option(metavar="IDS", help="Token ids as 1,2,3, or a file of them.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Whose tokenizer reads the prompt.")
+        str | None, typer.Option(metavar="DIR", help="Has the PROMPT's tokenizer.")
     ] = None,
     namespace: Annotated[
-        str, typer.Option(metavar="HEX", help="Its first digits. Default: the one with most of it.")
+        str,
+        typer.Option(metavar="HEX", help="First digits. Default: the one with most of the prompt."),
     ] = "",
-    cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's own.")] = "",
+    cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's cache_salt.")] = "",
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
-    """Say how much of a prompt the pool has, where it ends, and why."""
+    """Say how much of a prompt the pool has, and why it has no more."""
     _run("explained.explain", json, store, prompt, model, ids, namespace, cache_salt)

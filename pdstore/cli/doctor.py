@@ -49,16 +49,16 @@ from pdstore.store.seal import seal_store
 from pdstore.worker.movers import check_values_fit
 
 ENGINE_BLOCK = 16
-"""Tokens of an engine's own block, unless the user says otherwise; vLLM's default."""
+"""Tokens of an engine block, unless the user gives another number. It is vLLM's default."""
 
 _TINY = ModelShape("a tiny model", 1, 1, 16, 8, 8, 0.0, "bfloat16", 1, is_mla=False)
 _8B = ModelShape("an 8B model", 32, 32, 2048, 128, 128, 8e9, "bfloat16", 8, is_mla=False)
 _TRIED_BYTES = 32 << 20
-_SMALL_POOL = 100 * _TRIED_BYTES  # in a larger pool, evicted values do not matter
+_SMALL_POOL = 100 * _TRIED_BYTES  # in a larger pool, it does not matter what the test evicts
 _STAGING = ByteSize(256 << 20)
 _CONNECTIONS = 64
 _SHORT_PROMPT = 4096
-_ALIVE = "see that the server runs, and that its URL, user and password are right"
+_ALIVE = "check that the server runs, and that its URL, user and password are right"
 _MORE = "give the store more memory, or empty it"
 
 
@@ -105,7 +105,7 @@ def try_store(settings: Settings, store: Store) -> Finding:
 
 
 def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Finding:
-    """Returns whether KV of the model's layout is loaded as it was saved, and how fast."""
+    """Returns a finding: whether a load of the model's KV is right, and how fast it is."""
     tried_shape = shape or _8B
     layout = layout_of(settings, tried_shape)
     num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # 255 for an 8B model
@@ -152,7 +152,7 @@ def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> T
         )
         for spec in layout.layers
     ]
-    most = max(_STAGING, 32 * layout.block_bytes)  # more would take long to populate
+    most = max(_STAGING, 32 * layout.block_bytes)  # pinning more would take long
     own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
     return self_test(own, layout, caches, num_tokens=num_tokens, store=store)
 
@@ -202,7 +202,7 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     if room.num_evicted and room.capacity_bytes:
         yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:
-        said = f"it takes {room.num_connections} more, and P and D open up to {_CONNECTIONS}"
+        said = f"{room.num_connections} more are possible; P and D open up to {_CONNECTIONS}"
         yield warn("connections", said, "raise the server's maxclients")
 
 
@@ -211,7 +211,7 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
         return warn(
             "room",
             f"{size(room.used_bytes)} used, and no limit",
-            "set one (maxmemory, ?budget=): the pool takes all that it is given",
+            "set a limit (maxmemory, ?budget=): the pool fills all room that it gets",
         )
     whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", _8B.kv_bytes())
     tokens = room.capacity_bytes // kv_bytes
@@ -255,7 +255,7 @@ def doctor(
     model: the path of a model's config.json, which gives the layout and the size of its KV.
     Raises ConfigError for settings or a URL that cannot be used.
     """
-    logging.getLogger("pdstore").addHandler(logging.NullHandler())  # the findings report the same
+    logging.getLogger("pdstore").addHandler(logging.NullHandler())  # findings replace it
     settings = read_settings(**({"store": url} if url else {}))
     shape = ModelShape.of_config(model) if model else None
     num_gpus = count_gpus()

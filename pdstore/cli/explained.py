@@ -1,4 +1,4 @@
-"""`pdstore explain`: how much of a prompt a pool has, where the run ends, and why."""
+"""`pdstore explain`: says how much of a prompt a pool has, and why it has no more."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MOST_ID = (1 << 31) - 1
 class Cover(NamedTuple):
     """The blocks of one prompt in one namespace.
 
-    blocks: for each block of the prompt, those of its parts that are stored.
-    youngest_s: seconds since any value of the namespace was used.
+    blocks: for each block of the prompt, the parts of it that are stored.
+    youngest_s: seconds since the last use of any value of the namespace; None if not known.
     """
 
     keys: PromptKeys
@@ -98,10 +98,12 @@ def explain(
 ) -> Answer:
     """Compares a prompt's keys with the stored values. Status 1 unless the whole prompt is stored.
 
-    All namespaces of the pool are tried: P may have saved the prompt in another one than D's.
+    All namespaces of the pool are tried, because P may have saved the prompt in another than D's.
 
-    prompt: text for the tokenizer in the directory `model`. ids: token ids instead of a text.
-    namespace: first digits of the namespace to look in; empty for the one with most of the prompt.
+    prompt: text for the tokenizer in the directory `model`. ids: token ids instead of a
+      text, or the path of a file with token ids.
+    namespace: first digits of the namespace to look in; empty takes the namespace that has most of
+      the prompt.
     cache_salt: the salt of the request.
     Raises ConfigError for an invalid prompt, and StoreError.
     """
@@ -134,7 +136,7 @@ def _tokens_of(prompt: str | None, model: str | None) -> list[int]:
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:  # its own text is many lines long
+    except (OSError, ValueError) as error:  # the error's text has many lines
         raise ConfigError(
             f"no tokenizer in {model}: give the model's directory by --model, or --ids"
         ) from error
@@ -160,7 +162,7 @@ def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:
     header = None
     with contextlib.suppress(BadValue):
         header = pool.read(use.sample.key) if use.sample else None
-    told = header.num_tokens if header else 0  # anyone may write a value that says 0
+    told = header.num_tokens if header else 0  # a value in a pool may say 0
     parts = tuple(sorted(use.parts))
     block_tokens = told or pool.settings.block_tokens
     namespace = Namespace({}, parts, block_tokens, digest=bytes.fromhex(use.hex))
@@ -180,7 +182,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         "blocks": [*blocks],
         "other_namespaces": elsewhere,
     }
-    # show the blocks around the first missing one: the others all look alike
+    # show only blocks near the first missing block: all others look alike
     begin = max(0, min(meant.num_run - _ROWS // 2, len(blocks) - _ROWS))
     rows = [_row(block, meant.num_parts) for block in blocks[begin : begin + _ROWS]]
     title = f"{meant.num_tokens:,} of {meant.keys.num_tokens:,} tokens in namespace"

@@ -1,4 +1,4 @@
-"""Checks of `pdstore doctor` that need no store: settings, memory, limits, library, huge pages."""
+"""Checks of `pdstore doctor` that do not use the store: of settings, memory and other parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
 def check_settings(
     settings: Settings, engine_block: int, longest: int | None = None
 ) -> Iterator[Finding]:
-    """Yields the settings that differ from their defaults, and those that cannot work.
+    """Yields findings: settings that differ from their defaults, and settings that cannot work.
 
     longest: tokens of the longest prompt, if known.
     """
@@ -39,7 +39,7 @@ def check_settings(
     if not settings.pd_transfer_via_storage:
         yield warn(
             "switch",
-            "PD_TRANSFER_VIA_STORAGE is 0: an engine started from here does without pdstore",
+            "PD_TRANSFER_VIA_STORAGE is 0: an engine with these settings does not use pdstore",
             "export PD_TRANSFER_VIA_STORAGE=1 for P and for D",
         )
     if settings.block_tokens % engine_block:
@@ -67,7 +67,7 @@ def _check_place(settings: Settings) -> Iterator[Finding]:
         tls = scheme.replace(name, _OVER_TLS[name], 1)
         yield warn(
             "encryption",
-            f"{scheme}:// sends KV and the password as they are, to another host",
+            f"{scheme}:// sends KV and the password to another host without encryption",
             f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
         )
 
@@ -90,7 +90,7 @@ def available_memory() -> int | None:
 
 
 def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]:
-    """Yields whether staging fits into this host's free memory."""
+    """Yields a finding: whether staging fits into this host's free memory."""
     staging = settings.staging
     free = "unknown" if available is None else size(available)
     if available is not None and staging > available // 2:
@@ -98,14 +98,14 @@ def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]
         yield level(
             "staging",
             f"PDSTORE_STAGING={size(staging)}, and {free} of memory are free",
-            "set it to 1GiB: more than a few requests' blocks are never on their way at once",
+            "set it to 1GiB, which holds all blocks that are moved at a time",
         )
     else:
         yield ok("staging", f"{size(staging)}, and {free} of memory are free")
 
 
 def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields the limits of a process that are too small."""
+    """Yields findings: limits of this process that are too small."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_rdma = "rdma" in settings.store
     if is_rdma and locked not in (-1, resource.RLIM_INFINITY) and locked < settings.staging:
@@ -127,7 +127,7 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 
 
 def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
-    """Yields whether the native library copies blocks on this host, or torch does."""
+    """Yields a finding: whether blocks are copied by the native library or by torch."""
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
     try:
         library = load_library(settings, for_gpu=num_gpus > 0)
@@ -139,13 +139,13 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     else:
         yield warn(
             "native library",
-            f"{why}: blocks are copied by torch, slower ({what})",
-            "doctor builds it: with cmake, a C++ compiler, and a ~/.cache to write to",
+            f"{why}: torch copies blocks, which is slower ({what})",
+            "to let doctor build it, install cmake and a C++ compiler, and make ~/.cache writable",
         )
 
 
 def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:
-    """Yields whether an arena or files at `path` lie in huge pages.
+    """Yields a finding: whether the arena or the files at `path` lie in huge pages.
 
     A GPU registers an arena in huge pages faster, and files in huge pages are written several times
     as fast. Nothing is yielded for files on a disk.
@@ -158,22 +158,22 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
     found = _tmpfs_of(path, mounts)
     if found is None:
         if is_arena:
-            said = f"{path.parent} is no tmpfs: whether it has any cannot be told"
+            said = f"{path.parent} is no tmpfs: it is not known if it has huge pages"
             yield info("huge pages", said)
         return
     point, is_huge = found
     if is_huge:
-        yield ok("huge pages", f"the tmpfs at {point} gives them")
+        yield ok("huge pages", f"the tmpfs at {point} gives huge pages")
         return
-    said = f"the tmpfs at {point} gives none: {cost}"
+    said = f"the tmpfs at {point} gives no huge pages: {cost}"
     yield warn("huge pages", said, remedy) if num_gpus else info("huge pages", said)
 
 
 def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
     """Returns the tmpfs that a path is in, and whether it gives huge pages; None if in no tmpfs.
 
-    A path belongs to the mount at the nearest directory above it; of several mounts there, to the
-    last.
+    A path belongs to the mount at the nearest directory above it. If that directory has several
+    mounts, the path belongs to the last of them.
     """
     nearest, kind, options = Path(), "", ""
     for line in mounts.splitlines():

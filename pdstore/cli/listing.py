@@ -26,14 +26,14 @@ from pdstore.store.seal import seal_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 
-_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # writers of a pool can make any other key
+_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # anyone who can write may make other keys
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
-_MOST_PARTS = 4096  # no layout has as many, but any writer of a pool can name a part
+_MOST_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
 
 
 class OpenPool(NamedTuple):
-    """A store, and the list of its values as they are stored, encrypted or not."""
+    """A store, and `lists`, which lists its values in their stored form, even if encrypted."""
 
     settings: Settings
     store: Store
@@ -88,7 +88,7 @@ def missing_pool(url: str) -> Path | None:
 def open_pool(url: str | None) -> Iterator[OpenPool]:
     """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
 
-    Raises ConfigError, also if the directory or arena does not exist yet, and StoreError.
+    Raises StoreError, and ConfigError, for example if the directory or arena does not exist.
     """
     settings = read_settings(**({"store": url} if url else {}))
     path = missing_pool(settings.store)
@@ -109,7 +109,7 @@ class StoredKey(NamedTuple):
     """The fields of a key.
 
     name: a block's prefix hash, or a marker's hand-off id.
-    num_tokens: tokens of a tail; None for a whole block, whose key does not tell.
+    num_tokens: tokens of a tail; None for a whole block, because its key does not say.
     """
 
     kind: Kind
@@ -136,10 +136,11 @@ class StoredKey(NamedTuple):
 
 @dataclass
 class NamespaceUse:
-    """The values of one namespace in the pool, counted.
+    """Counts of the values that a pool has of one namespace.
 
-    youngest_s, oldest_s: seconds since the last use; None where the store does not tell.
-    sample: the key of one whole block, from which the block size can be read.
+    youngest_s, oldest_s: the shortest and the longest time, in seconds, for which a value was not
+      used; None if the store does not tell.
+    sample: one value that is a whole block: its header tells the block size.
     """
 
     hex: str
@@ -167,7 +168,7 @@ class NamespaceUse:
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
-    """Counts values by namespace, the largest first; the pool's id belongs to no namespace."""
+    """Counts values by namespace, the largest first. The pool's id is in no namespace."""
     uses: dict[str, NamespaceUse] = {}
     for value in values:
         key = StoredKey.parsed(value.key)
@@ -181,13 +182,13 @@ _UNREADABLE = {
     Reason.FORGED: "damaged or forged: its seal is broken",
 }
 DIGITS = 12
-"""Digits of a namespace that people are shown: enough to tell a pool's namespaces apart."""
+"""Number of hex digits of a namespace that are shown: enough to tell a pool's namespaces apart."""
 
 
 def ls(url: str | None, prefix: str, limit: int) -> Answer:
     """Lists the values whose key begins with `prefix`, those used last first.
 
-    limit: most lines; 0 for all.
+    limit: the maximum number of lines; 0 for all.
     """
     with open_pool(url) as pool:
         values = pool.listed_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
@@ -258,7 +259,7 @@ def _line(value: StoredValue) -> list[str]:
 def inspect(url: str | None, text: str) -> Answer:
     """Reads one value and compares its header with its key. Status 1 if it is missing or wrong.
 
-    text: a key, or a text that only one key contains.
+    text: a whole key, or a text that no other key contains.
     Raises ConfigError.
     """
     with open_pool(url) as pool:
@@ -319,8 +320,8 @@ def _shown(name: str, value: Json) -> str:
 def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
     """Clears the namespace whose hex digits begin with `beginning`; a rehearsal only counts.
 
-    Raises ConfigError, with the namespaces' names, if none or several begin so. Raises ConfigError
-    if the store cannot list its values and `beginning` is not all 32 digits.
+    Raises ConfigError, with the namespaces' names, if not exactly one begins with these digits.
+    Raises ConfigError if the store cannot list its values and `beginning` has fewer than 32 digits.
     """
     with open_pool(url) as pool:
         label, lists = pool.store.label, pool.lists

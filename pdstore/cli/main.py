@@ -1,4 +1,4 @@
-"""main: runs the command `pdstore`; every error that a user can mend is one line."""
+"""main: runs the command `pdstore`, and prints each error that a user can correct as one line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _OK, _BAD_USE, _INTERRUPTED = 0, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status.
 
-    arguments: None takes the process's own.
-    Returns 0; 1 if the command found something wrong in what it looked at; 2 for an error that the
-    user can mend, after one line on stderr; 130 after Ctrl-C.
+    arguments: the words after `pdstore`; None takes them from the process's command line.
+    Returns 0 if all is well; 1 if the command found something wrong; 2 for an error that the user
+    can correct, after printing it as one line on stderr; 130 after Ctrl-C.
     """
     try:
         run: Callable[..., object] = importlib.import_module("pdstore.cli.app").app
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def printable(text: str) -> str:
-    """Returns text with a `?` for each control character but line ends.
+    """Returns text with `?` in place of control characters, except line ends.
 
     Anyone who can write to a pool can choose a key that contains instructions to a terminal.
     """

@@ -1,4 +1,4 @@
-"""Compares what P and D tell of themselves: they must use one pool and one namespace."""
+"""Compares the pools and namespaces that P and D report: they must be the same."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pydantic import AliasPath, BaseModel, Field
 from pdstore.cli.answer import Finding, bad, info, ok, warn
 from pdstore.errors import ConfigError
 
-_MOST_BYTES = 4 << 20  # read of an answer; an engine's /metrics has less than a tenth of that
+_MOST_BYTES = 4 << 20  # more of an answer is not read; an engine's /metrics is far smaller
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
 
 class Peer(BaseModel):
-    """The part of an instance's status that is compared; the rest is for people.
+    """The part of an instance's status that is compared with another instance's.
 
-    digest: of the instance's namespace.
+    digest: the digest of the instance's namespace.
     fields: the namespace as `Namespace.described`; empty if only metrics tell the namespace.
     pool: the id of the instance's pool; None if it does not tell the id or does not know it yet.
     store: the URL of the instance's store, without secrets; empty if it does not tell.
@@ -83,10 +83,10 @@ def _silence(url: str, error: Exception) -> Finding:
 
 
 def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
-    """Yields whether all instances use one pool and one namespace.
+    """Yields findings: whether all instances use one pool and one namespace.
 
-    A single instance is only shown; of several, each is compared with the first. For an instance
-    without a status page, the metric `pdstore_info` is read, which tells only a digest.
+    Each further instance is compared with the first. For an instance without a status page, the
+    metric `pdstore_info` is read, which has the namespace's digest but not its fields.
     """
     peers = []
     for url in urls:
@@ -125,12 +125,12 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
 def _compare_digests(first: Peer, other: Peer) -> Finding:
     """Returns whether two namespaces are equal where one instance shows no fields."""
     if first.digest == other.digest:
-        return ok("namespace", f"{first.url} and {other.url} have one")
+        return ok("namespace", f"{first.url} and {other.url} have the same namespace")
     return bad(
         "namespace",
         f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"
         " what the other saved",
-        "start both with a PDSTORE_STATUS_PORT and name that port here: it tells which field it is",
+        "start both with PDSTORE_STATUS_PORT and name these ports here, to see which field differs",
     )
 
 
@@ -138,7 +138,7 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     if not first.pool or not other.pool:
         return
     if first.pool == other.pool:
-        yield ok("pool", f"{first.url} and {other.url} use one")
+        yield ok("pool", f"{first.url} and {other.url} use the same pool")
         if first.lease_s and other.lease_s and first.lease_s != other.lease_s:
             said = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
             yield warn("lease", said, _LEASE)
@@ -153,13 +153,13 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
 
 
 def _get(url: str, **headers: str) -> bytes:
-    """Returns the body at a URL, or its first 4 MiB. Follows redirects, uses no proxy.
+    """Returns at most 4 MiB of the body at a URL. Follows redirects, but uses no proxy.
 
     Raises ConfigError for a URL that is not HTTP; OSError or http.client.HTTPException.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError("a URL begins with http:// or https://")
-    # proxies of the environment lead to other networks
+    # a proxy that the environment names leads to another network
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=headers)
     with opener.open(request, timeout=_TIMEOUT_S) as answer:

@@ -1,4 +1,4 @@
-"""Records: makes one record for each request, once the request and all of its jobs have ended."""
+"""Records: makes one record for each request, after the request and all of its jobs have ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Records:
     """Gives the journal one record for each request. Any thread may call it.
 
     role: PDSTORE_ROLE.
-    patience_s: after this time a request's record is made without the jobs that still run.
+    patience_s: so long after a request's end, its record is made even if its jobs still run.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Records:
         self._patience_s = patience_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._ended: dict[EngineRequest, float] = {}  # and until when its record waits
+        self._ended: dict[EngineRequest, float] = {}  # when its record is due
 
     def ended_request(self, request_id: str) -> EngineRequest | None:
         """Returns the ended request with this id whose record still waits for jobs; else None."""
@@ -67,7 +67,7 @@ class Records:
             self._make(request)
 
     def close(self) -> None:
-        """Makes the records that are left."""
+        """Makes the records of all ended requests, even if their jobs still run."""
         for request in list(self._ended):
             self._make(request)
 
@@ -79,7 +79,7 @@ class Records:
 
 
 def record_of(request: EngineRequest, role: str) -> RequestRecord:
-    """Returns the record of a request; if ranks differ, the rank that did least counts."""
+    """Returns the record of a request. If ranks differ, the rank that did least counts."""
     handoff = request.handoff or (request.given.id if request.given is not None else None)
     loads, saves = (
         [end for end in list(request.ends) if end.direction is direction] for direction in Direction
@@ -115,7 +115,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
 def _phase(
     request: EngineRequest, name: str, intervals: Sequence[Interval | None]
 ) -> tuple[Phase, ...]:
-    """Returns the phase from the first begin to the last end; nothing without a known interval."""
+    """Returns one phase that spans all known intervals; an empty tuple if none is known."""
     known = [interval for interval in intervals if interval is not None]
     if not known:
         return ()
@@ -127,8 +127,8 @@ def _phase(
 def _saved_by_all(saves: Sequence[JobEnd], *, is_published: bool) -> int:
     """Returns how many leading tokens are durable on all ranks; each save has a job on every rank.
 
-    A save knows only its own blocks, so a save that fell short ends the count. But the last save of
-    a hand-off knows all blocks of the prompt.
+    Most saves report only on their own blocks, so a save that fell short ends the count. But the
+    last save of a hand-off reports on all blocks of the prompt, so it counts in any case.
     """
     ends_of: dict[int, list[JobEnd]] = {}
     for end in saves:

@@ -1,7 +1,8 @@
 """EngineRequest: the state of one request, from its lookup to its last save, for any engine.
 
-An adapter asks an EngineRequest what to load and what to save, and tells it the outcome. It moves
-no bytes: the engine gives its plans to `KVPool`, which may be in another process.
+An adapter asks an EngineRequest what to load and what to save, and reports the outcome to it. An
+EngineRequest moves no bytes: the adapter passes its plans to `KVPool`, which may be in another
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pdstore.worker.job import Job
 class LoadPlan:
     """One load, as the arguments of `KVPool.load`.
 
-    num_tokens: leading tokens that the engine counts on. A load that brings fewer has failed.
+    num_tokens: leading tokens that the engine relies on. A load that brings fewer has failed.
     """
 
     keys: PromptKeys
@@ -38,10 +39,10 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save, as the arguments of `KVPool.begin_save`; the request's earlier saves come before.
+    """The arguments of `KVPool.begin_save` for one save, except `after` (the earlier saves).
 
     starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
-    is_awaited: the prompt will be handed off.
+    is_awaited: True if the prompt will be handed off.
     """
 
     keys: PromptKeys
@@ -54,7 +55,7 @@ class SavePlan:
     def first_read(self) -> int:
         """The first token of the blocks that the save may read.
 
-        A hand-off may save any block of the prompt again, if the store has lost it.
+        A save that publishes a hand-off saves again any block of the prompt that the store lost.
         """
         if self.handoff is not None:
             return 0
@@ -62,7 +63,7 @@ class SavePlan:
 
 
 class Interval(NamedTuple):
-    """A time from its begin to its end, in seconds since the epoch."""
+    """A span of time. Its begin and its end are seconds since the epoch."""
 
     begin_at: float
     end_at: float
@@ -72,10 +73,10 @@ class Interval(NamedTuple):
 class JobEnd:
     """The end of one load or save on one rank; it may be sent to another process.
 
-    request_id, number: the engine's names of the request and the save; a load has no number.
+    request_id: the engine's id of the request. number: its number of the save; None for a load.
     num_tokens, reason: as in `JobResult`.
-    ran: from its start to its end; None for a job that could not begin.
-    in_store: from the begin of its first store call to the end of its last; None without a call.
+    ran: from the job's start to its end; None for a job that could not begin.
+    in_store: from the begin of its first store call to the end of its last; None if it made none.
     """
 
     request_id: str
@@ -114,12 +115,12 @@ class EngineRequest:
 
     Each plan becomes one job on each rank, and `Records.job_ended` gets the end of every job.
 
-    id, traceparent: of the request, for its record.
+    id, traceparent: the request's id and trace context, for its record.
     params: the request's `kv_transfer_params`. A malformed hand-off in them raises ValueError.
     prompt_times: decides what is loaded; None loads all that is found.
     may_load: False if the engine computes all of the prompt, whatever the pool has.
     may_follow: True to load a hand-off while P still saves it. False makes D wait until P is done;
-      use it if the engine fails a request whose load falls short.
+      use False if the engine fails a request whose load falls short.
     num_ranks: how many workers take part in each load and each save.
 
     handoff: the hand-off's id if this instance is P for the request, else None.
@@ -128,7 +129,7 @@ class EngineRequest:
     num_present: leading tokens that the engine had when it last asked what can be loaded.
     num_saved: leading tokens that are in the pool or being saved.
     num_fed: tokens of the prompt that this instance's model was given to compute.
-    num_jobs, ends: the number of planned jobs on all ranks, and the ends of those that are over.
+    num_jobs, ends: the number of planned jobs on all ranks, and the ends of those that have ended.
     """
 
     cache: PrefixCacheManager
@@ -169,7 +170,7 @@ class EngineRequest:
         self._is_answering = False
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, self.params)
-            if Handoff.of(self.params) is not None:  # the router asks D at the same time
+            if Handoff.of(self.params) is not None:  # the router has asked P and D at once
                 self._starts = ((self.handoff, self.keys.num_tokens),)
         else:
             self.given = Handoff.of(self.params)
@@ -179,7 +180,7 @@ class EngineRequest:
             self._lookup = find(self.keys, None if is_prefill else self.params)
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Returns whether it is known what can be loaded; the first call waits up to `wait_s`."""
+        """Returns whether the lookup has ended. The first call waits for that, up to `wait_s`."""
         if self._lookup is None or self.found is not None:
             return True
         self.found = self._lookup.poll()
@@ -192,10 +193,11 @@ class EngineRequest:
         return self.found is not None
 
     def find(self, num_present: int, num_tokens: int) -> int:
-        """Returns how many leading tokens the engine can have after a load, once `poll` is true.
+        """Returns how many leading tokens the engine can have after a load.
 
+        Call it after `poll` has returned True.
         num_present: leading tokens that the engine has now; also the result if no load is worth it.
-        num_tokens: tokens of the prompt; for a preempted request, those of its answer as well.
+        num_tokens: tokens of the prompt; for a preempted request, of the prompt and the answer.
         """
         self.num_present = num_present
         if self.found is None or not self.may_load or num_present >= num_tokens - 1:
@@ -205,19 +207,19 @@ class EngineRequest:
         most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
         is_followed = self.found.follow is not None and self.settings.load == "auto"
-        if self.prompt_times is None or is_followed:  # what D follows takes P's time
+        if self.prompt_times is None or is_followed:  # D is no faster than P
             return end
         self.decision = self.prompt_times.decide(
             self, start=num_present, found=end, num_tokens=num_tokens
         )
-        if self._is_fed:  # it was preempted: nobody tells when it is all computed again
+        if self._is_fed:  # preempted: nobody reports the end of its second prefill
             self.prompt_times.forget(self)
         return self.decision.num_tokens
 
     def plan_load(self, end: int, room: int) -> LoadPlan:
-        """Returns the load of the tokens after `num_present`.
+        """Returns the plan of a load of the tokens after `num_present`.
 
-        end: leading tokens that the engine counts on: what `find` returned, or fewer.
+        end: leading tokens that the engine relies on: what `find` returned, or fewer.
         room: tokens that fit into the engine blocks of the request.
         """
         assert self.found is not None, "poll has not seen the match"
@@ -235,9 +237,9 @@ class EngineRequest:
         return self._load is not None and len(self._load_ends()) < self.num_ranks
 
     def end_load(self) -> int:
-        """Ends the load once all ranks' jobs have ended; returns the leading tokens present now.
+        """Ends the load after all ranks' jobs have ended; returns how many tokens are present.
 
-        A load that fell short is not tried again.
+        After a load that fell short, the request does not load again.
         """
         plan = self._load
         self._load = None
@@ -252,7 +254,7 @@ class EngineRequest:
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
-        if not self._is_fed:  # else it was preempted: its client has a first token
+        if not self._is_fed:  # if it was preempted, its client has a first token already
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
         return num_loaded
@@ -272,15 +274,15 @@ class EngineRequest:
 
     @property
     def failure(self) -> Reason | None:
-        """The reason why the request must end now: its hand-off fell short.
+        """The reason why the request must end now, because its hand-off fell short.
 
-        None if the request goes on; PDSTORE_ON_MISS decides that.
+        None if the request may go on, which is always so unless PDSTORE_ON_MISS is `fail`.
         """
         must_load = self.given is not None and self.settings.on_miss == "fail"
         return self.reason if must_load else None
 
     def begin_step(self, start: int, stop: int) -> None:
-        """Counts the tokens that a step computes. stop: the index after the last of them."""
+        """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
         end = self.keys.num_tokens
         if self._is_fed or start >= end:
             return
@@ -291,10 +293,10 @@ class EngineRequest:
             self.prompt_times.begin_step(self, start, min(stop, end))
 
     def end_prompt(self) -> None:
-        """Ends the time of computing the prompt, once the answer has its first token.
+        """Ends the phase "compute"; called when the answer has its first token.
 
-        A second call does nothing. An engine calls it for all requests of a step before the next
-        step.
+        A second call does nothing. An adapter calls it for all requests of a step before the next
+        step begins.
         """
         if not self._is_answering:
             self._is_answering = True
@@ -303,16 +305,17 @@ class EngineRequest:
                 self.prompt_times.end_prompt(self)
 
     def plan_save(self, start: int, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
-        """Returns the save of what a step computes; None if it completes no block.
+        """Returns the plan of the save of what a step computes; None if nothing can be saved.
 
         start, stop: as `begin_step` takes them. A block of the answer is saved as soon as all of
-          its tokens are before `stop`: leave out tokens that a later step may compute again.
+          its tokens are before `stop`. So `stop` must leave out tokens that a later step may
+          compute again.
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
         if self._is_prompt_pending and self.settings.role != "decode":
             if self.handoff is not None and not self.num_saved:
-                # The engine had the tokens before `start`, so they were saved; the hand-off saves
-                # again what the store has lost.
+                # The engine had the tokens before `start`, so they were saved earlier. The
+                # hand-off's last save saves again what the store has lost.
                 self.num_saved = start - start % self.keys.block_tokens
             return self._plan_save(self.keys.prefix(stop))
         step = self.keys.block_tokens
@@ -321,7 +324,7 @@ class EngineRequest:
         return None
 
     def end(self) -> HandoffId | None:
-        """Ends the request; returns its hand-off if nothing will publish it: then abort it."""
+        """Ends the request; returns a hand-off that no save publishes: the caller must abort it."""
         if self.prompt_times is not None:
             self.prompt_times.forget(self)
         if self._lookup is not None:
@@ -331,12 +334,12 @@ class EngineRequest:
 
     @property
     def answer(self) -> dict[str, Json]:
-        """The `kv_transfer_params` of P's answer; empty where D has nothing to wait for."""
+        """The `kv_transfer_params` of P's answer; empty if no save publishes the hand-off."""
         return self._answer if self.is_published else {}
 
     @property
     def decided(self) -> dict[str, Json]:
-        """The choice to load or compute, for the answer; empty where the two were not compared."""
+        """The choice to load or to compute, for the answer; empty if they were not compared."""
         return {} if self.decision is None else {"decision": self.decision.way}
 
     @property
@@ -350,7 +353,7 @@ class EngineRequest:
         return [end for end in new if end.direction is Direction.LOAD]
 
     def _plan_save(self, keys: PromptKeys) -> SavePlan | None:
-        """Returns the save of the new tokens of `keys`; the last save of a prompt publishes it."""
+        """Returns the save of the new tokens of `keys`; the prompt's last save publishes it."""
         is_last = self._is_prompt_pending and keys.num_tokens == self.keys.num_tokens
         handoff = self.handoff if is_last else None
         if keys.num_tokens <= self.num_saved and handoff is None:

@@ -1,6 +1,6 @@
-"""self_test: saves a prompt in the store, loads it elsewhere, and compares every byte.
+"""self_test: saves a prompt in the store, loads it into other blocks, and compares every byte.
 
-An engine runs it at its start, with PDSTORE_SELFTEST=1; `pdstore doctor`, for a model's layout.
+With PDSTORE_SELFTEST=1, an engine runs it at its start. `pdstore doctor` runs it as well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdstore.worker.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 60.0  # after a job's deadline, at which it ends, for a slow machine
+_GRACE_S = 60.0  # waited after a job's deadline, for a slow machine
 _MOST_ID = 1 << 15
 
 
@@ -46,7 +46,7 @@ class StepFailed(StoreError):
 
 
 class Tried(NamedTuple):
-    """A prompt that was loaded exactly as it was saved. seconds: the time of each step."""
+    """The result: a prompt was loaded exactly as it was saved. seconds: the time of each step."""
 
     num_bytes: int
     seconds: dict[str, float]
@@ -60,15 +60,15 @@ def self_test(
     num_tokens: int | None = None,
     store: Store | None = None,
 ) -> Tried:
-    """Saves random KV, loads it elsewhere, and compares every byte of it.
+    """Saves random KV, loads it into other blocks, and compares every byte of it.
 
     It uses the block copies, the staging and the store that an engine uses. But it does not touch
-    the engine's KV cache: it makes a small cache on the same device, in the same order in memory.
+    the engine's KV cache: it makes a small cache on the same device, with the same memory order.
     The prompt has a namespace of its own, and is removed at the end.
 
-    kv_caches: the engine's tensors, as `KVPool` takes them; one block of each is enough.
+    kv_caches: the engine's tensors, as `KVPool` takes them; they may have a single block.
     num_tokens: tokens of the prompt; None takes one block of the layout.
-    store: a store that the caller closes; None opens PDSTORE_STORE.
+    store: an open store, which the caller closes; None opens the store at PDSTORE_STORE.
     Raises StepFailed; ConfigError and LayoutError as `KVPool` does.
     """
     settings = settings.model_copy(update={"publish": True})

@@ -1,1 +1,1 @@
-"""Status: what an instance does now, as JSON and as a page, for people; off by default."""
+"""Status: shows people what an instance does now, as a page and as JSON. It is off by default."""

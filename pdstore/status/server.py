@@ -35,17 +35,17 @@ from pdstore.threads import Ticker
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost")  # accepted in Host: so other sites' pages cannot read it
+_NAMES = ("127.0.0.1", "localhost")  # as Host: other sites' pages send another
 _TURN_S = 0.2
 
 
 class StatusServer:
     """Serves the page at `/` and the JSON object that `take` returns at `/pdstore`.
 
-    One thread answers one request after the other: it is for a few people.
+    One thread answers the requests, one after another, which is enough for a few people.
 
-    port: 0 takes a free port. Raises ConfigError for a port that is taken.
-    request_s: the server closes the connection of a client that sends or reads nothing for so long.
+    port: 0 takes a free port. Raises ConfigError for a port that another process uses.
+    request_s: after so many seconds, the server closes a connection whose client is silent.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class _Server(HTTPServer):
         return request, address
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Logs what a request raised; the base class would write it to stderr."""
+        """Logs the exception of a request, which the base class would write to stderr."""
         is_gone = isinstance(sys.exc_info()[1], OSError)  # the client has gone
         log.log(logging.DEBUG if is_gone else logging.ERROR, "a request failed", exc_info=True)
 
@@ -129,28 +129,29 @@ _URLS = ("store", "traces")
 
 
 class TellsPool(Protocol):
-    """The part of a `PrefixCacheManager` that tells where its instance saves and looks."""
+    """The part of a `PrefixCacheManager` that tells its instance's pool and namespace."""
 
     @property
     def namespace(self) -> Namespace: ...
 
     @property
     def pool_id(self) -> bytes | None:
-        """None until the store has told it."""
+        """The pool's id; None until the store has told it."""
 
     @property
     def lease_s(self) -> float: ...
 
 
 class Reporting:
-    """Opens what the settings ask for: a page with PDSTORE_STATUS_PORT, spans with PDSTORE_TRACES.
+    """Opens a status page if PDSTORE_STATUS_PORT is set, and spans if PDSTORE_TRACES is set.
 
     cache: tells the pool and the namespace.
-    registries: hold the instance's metrics, which the page shows added up.
-    problem: returns the trouble of the pool now, or None.
-    number: this instance's number among the instances that share one environment; it is added to
-      the port of the page.
-    Raises ConfigError for a port that is taken; MissingExtra if spans need a missing package.
+    registries: hold the instance's metrics, which the page combines.
+    problem: returns what is wrong with the pool now, or None.
+    number: this instance's number among the instances with the same environment variables; it is
+      added to the page's port.
+    Raises ConfigError for a port that another process uses; MissingExtra if spans need a package
+      that is not installed.
 
     journal: takes the records of requests that have ended.
     """
@@ -198,11 +199,11 @@ def snapshot(
     journal: Journal,
     problem: Callable[[], str | None],
 ) -> Json:
-    """Returns the object that `/pdstore` shows: the state as it is now. No secret is in it.
+    """Returns the object that `/pdstore` shows: the present state, without secrets.
 
     cache: tells the pool and the namespace, whose fields are shown as `Namespace.described`.
-    registries: hold the metrics; each number shown is made of the values of all registries.
-    problem: returns the trouble of the pool now, or None.
+    registries: hold the metrics; each number that is shown combines the values of all registries.
+    problem: returns what is wrong with the pool now, or None.
     """
     numbers = _numbers_of(registries)
     namespace, pool_id = cache.namespace, cache.pool_id

@@ -1,4 +1,4 @@
-"""Reasons of a miss or a drop: what each means, what to look at, and its warning in the log."""
+"""The meaning of each reason of a miss or a drop, what to look at, and its warning in the log."""
 
 # Decision: docs/decisions/037-one-door-for-misses.md
 from __future__ import annotations
@@ -39,9 +39,9 @@ ADVICE: dict[Reason, Advice] = {
         "who else writes to the pool",
     ),
     Reason.OTHER_SEAL: Advice(
-        "a value is encrypted with a key that this instance lacks; one that saves removes it, and"
-        " `decode` leaves it",
-        "`PDSTORE_SEAL_KEY_FILE` of both",
+        "a value is encrypted with a seal key that this instance lacks; an instance that saves"
+        " removes the value, and a `decode` instance leaves it",
+        "`PDSTORE_SEAL_KEY_FILE` of P and D",
     ),
     Reason.FORGED: Advice(
         "an encrypted value is not what was stored under its key: damaged, moved or forged; it was"
@@ -49,12 +49,12 @@ ADVICE: dict[Reason, Advice] = {
         "who else writes to the pool",
     ),
     Reason.NAMESPACE: Advice(
-        "the other instance's weights, layout, format or salt differ",
+        "weights, layout, format or salt of P and D differ",
         "the log, which names each field",
     ),
     Reason.OTHER_POOL: Advice(
         "P writes to another store than D reads",
-        "`PDSTORE_STORE` of both",
+        "`PDSTORE_STORE` of P and D",
     ),
     Reason.HANDOFF_FAILED: Advice(
         "P said that it could not publish the whole prompt",
@@ -65,11 +65,11 @@ ADVICE: dict[Reason, Advice] = {
         "whether P lives and how long its saves take; whether `PDSTORE_HANDOFF_TTL_S` is too short",
     ),
     Reason.HANDOFF_DEAD: Advice(
-        "P stopped beating before its marker: it died, or could not write to the store",
+        "P's heartbeat stopped before its marker came: P died, or could not write to the store",
         "whether P lives; its log, and its drops by reason",
     ),
     Reason.DEADLINE: Advice(
-        "a job or a lookup took longer than its time",
+        "a job or a lookup took longer than its time limit",
         "`pdstore_store_seconds`; the load of the store and its network",
     ),
     Reason.STORE_DOWN: Advice(
@@ -81,11 +81,11 @@ ADVICE: dict[Reason, Advice] = {
         "the load of the store and its network; `python -m pdstore doctor`",
     ),
     Reason.STORE_FULL: Advice(
-        "there was no room, and nothing could be evicted",
+        "there was no room for a value, and nothing could be evicted",
         "the pool's size (`?budget=`, `?size=`, redis' `maxmemory`), the disk, and leases",
     ),
     Reason.NOT_ADMITTED: Advice(
-        "the pool is full, and what would go for a save is nearer to its next use than what is new",
+        "the pool is full, and a save would evict values that will be used sooner than its own",
         "nothing; a larger pool would find more",
     ),
     Reason.STORE_DENIED: Advice(
@@ -97,17 +97,17 @@ ADVICE: dict[Reason, Advice] = {
         "too many jobs or bytes wait, so the job was dropped",
         "whether the store keeps up with what P saves and D loads",
     ),
-    Reason.NO_SLOTS: Advice("no staging slot came free in time", "`PDSTORE_STAGING`"),
+    Reason.NO_SLOTS: Advice("no staging slot became free in time", "`PDSTORE_STAGING`"),
     Reason.CANCELLED: Advice("the request was aborted", "nothing"),
     Reason.CLOSED: Advice(
-        "the pool was closed, or its process is a fork's child", "nothing, at a stop"
+        "the pool was closed, or a parent process opened it", "nothing, if P or D stopped"
     ),
-    Reason.READ_ONLY: Advice("`PDSTORE_PUBLISH=0`", "nothing: it was asked for"),
+    Reason.READ_ONLY: Advice("`PDSTORE_PUBLISH=0`", "nothing: the setting asks for it"),
     Reason.FAULT: Advice(
         "a defect or a device error in pdstore itself", "the log; please report it"
     ),
 }
-"""Every reason has an entry; docs/metrics.md has the table."""
+"""The advice for every reason; docs/metrics.md shows it as a table."""
 
 QUIET = frozenset(
     {
@@ -120,13 +120,13 @@ QUIET = frozenset(
         Reason.READ_ONLY,
     }
 )
-"""Reasons that are ordinary, or that get a warning of their own elsewhere."""
+"""Reasons without a warning here: they are ordinary, or other code warns of them."""
 
 
 class ReasonLog:
-    """Warns of a reason the first time it comes up, and then at most once in `pause_s`.
+    """Warns when a reason occurs for the first time, and then at most once in `pause_s` seconds.
 
-    A later warning tells how many were left out. Any thread may call it.
+    A later warning says how many warnings were left out. Any thread may call it.
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -156,7 +156,7 @@ class ReasonLog:
 def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:
     advice = ADVICE[reason]
     words = f"{what} fell short ({reason.value}): "
-    if isinstance(error, StoreError) and error.remedy:  # it says what to do
+    if isinstance(error, StoreError) and error.remedy:  # the error says what to do
         words += str(error)
     else:
         words += f"{advice.means} [{error}]" if error is not None and str(error) else advice.means

@@ -17,7 +17,7 @@ _MOST_CHARS = 80
 
 
 class Phase(NamedTuple):
-    """A part of a request's time.
+    """A part of the time that a request takes.
 
     name: "wait" for the lookup and P's marker, "load", "compute" until the first token, or "save".
     begin_s, end_s: seconds after the request's arrival.
@@ -32,12 +32,12 @@ class Phase(NamedTuple):
 class RequestRecord:
     """The record of one request, made when nothing more happens for it in this instance.
 
-    request_id: the client's or the router's; cut short, without control characters.
+    request_id: the client's or the router's id, cut short and without control characters.
     handoff: the hand-off's id in hex; None for a request without a hand-off.
     role: PDSTORE_ROLE.
     arrived_at: seconds since the epoch.
-    num_tokens: tokens of the prompt. The counts after it say how many of them were matched in the
-      pool, loaded, computed, and saved by this instance so that they are durable.
+    num_tokens: tokens of the prompt. The counts after it say how many of these tokens this instance
+      found in the pool, loaded, computed, and saved so that they are durable.
     reason: why less than all was matched, loaded or saved; None if nothing was missing.
     in_store: for each phase with store calls, a phase of the same name, from the begin of its first
       store call to the end of its last.
@@ -59,7 +59,7 @@ class RequestRecord:
     traceparent: str | None = None
 
     def line(self) -> str:
-        """Returns the line of the log."""
+        """Returns the record as a line for the log."""
         times = ", ".join(f"{p.name} {p.end_s - p.begin_s:.3f} s" for p in self.phases)
         words = (
             f"request {self.request_id}: hand-off {self.handoff or 'none'},"
@@ -122,7 +122,7 @@ class RequestTimer:
 
 
 class Journal:
-    """Keeps the last `most` records, logs each, and calls listeners. For any thread."""
+    """Keeps the last `most` records, logs them, and tells listeners. Any thread may call it."""
 
     def __init__(self, most: int = 100) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=most)
@@ -136,7 +136,7 @@ class Journal:
             listener(record)
 
     def listen(self, listener: Callable[[RequestRecord], None]) -> None:
-        """Calls `listener` with every record to come. It must not raise."""
+        """Calls `listener` with each later record. `listener` must not raise an exception."""
         self._listeners.append(listener)
 
     def last(self) -> list[RequestRecord]:

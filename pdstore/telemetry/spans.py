@@ -1,4 +1,4 @@
-"""Spans: the records of requests as OpenTelemetry spans, in the traces that came with them."""
+"""Spans: sends the records of requests as OpenTelemetry spans, in the requests' own traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
-_EXPORT_S = 3.0  # most that a stop waits for a receiver that does not answer
+_EXPORT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
 _NS = 1_000_000_000
 
 
@@ -24,7 +24,7 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     The SDK's own thread sends the spans. If the receiver does not answer, only spans are lost.
 
     url: PDSTORE_TRACES.
-    service: OpenTelemetry's name of this process, unless OTEL_SERVICE_NAME gives one.
+    service: the name of this process in spans, unless OTEL_SERVICE_NAME gives one.
     resource: further attributes of every span.
     Raises MissingExtra.
     """
@@ -57,7 +57,7 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
     provider = TracerProvider(
         resource=attributes.merge(OTELResourceDetector().detect()),
         id_generator=SpanIds(),
-        shutdown_on_exit=False,  # `Spans.close` ends it
+        shutdown_on_exit=False,  # `Spans.close` does it
     )
     exporter = OTLPSpanExporter(endpoint=_endpoint(url), timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -67,11 +67,12 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
 class Spans:
     """Makes the spans of requests that have ended: give `add` to `Journal.listen`.
 
-    Each request has one span. It contains a span for each phase, which contains a span for the
-    store, from the phase's first store call to the end of its last. All belong to the trace in the
-    record's `traceparent`; without one, a new trace begins. Any thread may call it.
+    Each request has one span, which contains a span for each phase. A phase's span contains one
+    for the store, from the begin of the phase's first store call to the end of its last. All spans
+    of a request belong to the trace in the record's `traceparent`, or else to a new trace. Any
+    thread may call it.
 
-    provider: closed by `close`.
+    provider: the SDK's object that sends the spans; `close` closes it.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -85,7 +86,7 @@ class Spans:
     def to(cls, url: str, role: str, *, namespace: str, store: str) -> Spans:
         """Opens the spans of an instance. Raises MissingExtra.
 
-        url: of an OTLP receiver. role: PDSTORE_ROLE. store: the store's label.
+        url: the URL of an OTLP receiver. role: PDSTORE_ROLE. store: the store's label.
         """
         named = {"pdstore.role": role, "pdstore.namespace": namespace, "pdstore.store": store}
         return cls(open_provider(url, f"pdstore-{role}", **named))
@@ -115,7 +116,7 @@ class Spans:
         whole.end(_instant(record, last))
 
     def close(self) -> None:
-        """Sends the spans that are left, for some seconds at most."""
+        """Sends the remaining spans; gives up after a few seconds."""
         self._provider.shutdown()
 
     def _begin(self, parent: Span, name: str, record: RequestRecord, phase: Phase) -> Span:
@@ -134,7 +135,7 @@ def _attributes(record: RequestRecord) -> dict[str, str | int]:
 
 
 def _instant(record: RequestRecord, seconds: float) -> int:
-    """Returns nanoseconds since the epoch of an instant after the request's arrival."""
+    """Returns the time `seconds` after the request's arrival, as nanoseconds since the epoch."""
     return int((record.arrived_at + seconds) * _NS)
 
 

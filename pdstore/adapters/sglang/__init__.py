@@ -16,7 +16,7 @@ __all__ = ["PDStoreHiCache"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports the backend at its first use, because it imports SGLang."""
+    """Imports the backend's module only at its first use, because that imports SGLang."""
     if name != "PDStoreHiCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdstore.adapters.sglang.backend import PDStoreHiCache

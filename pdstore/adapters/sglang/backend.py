@@ -30,11 +30,11 @@ _KV = "kv"
 
 
 class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Keeps the pages of SGLang's host pool in a pdstore pool.
+    """Stores pages of SGLang's host pool in pdstore's pool, and loads them from there.
 
     SGLang makes one PDStoreHiCache in each rank. SGLang's prefetch and backup threads call the
-    hooks, which block. An exception that left a hook would end the calling thread: so each hook
-    catches it, logs it and counts a miss.
+    hooks and wait for their results. Each hook catches all exceptions, logs them and counts a miss,
+    because an exception would end the calling thread.
 
     Without PD_TRANSFER_VIA_STORAGE=1 nothing is stored and nothing is found.
     Raises ConfigError from the constructor and from the `register` methods for a server whose
@@ -65,11 +65,11 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         warn_of_haste(self._settings, self._args)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens the pdstore pool over SGLang's host pool, which is allocated by now."""
+        """Opens a PagePool for SGLang's host pool, which SGLang has allocated before the call."""
         super().register_mem_pool_host(mem_pool_host)
         if not self._settings.pd_transfer_via_storage:
             return
-        for entry in getattr(mem_pool_host, "entries", ()):  # a group, also around one pool
+        for entry in getattr(mem_pool_host, "entries", ()):  # SGLang groups even one pool
             self._refuse_hybrid(entry.name)
             mem_pool_host = entry.host_pool
         served = served_model(self._settings, self._args, mem_pool_host.dtype)
@@ -78,15 +78,15 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pool = PagePool(self._settings, pages, served.weights, self.metrics, rank)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Accepts the KV pool, which `register_mem_pool_host` got; refuses any other pool."""
+        """Does nothing for the KV pool, which is registered already; refuses any other pool."""
         if self._settings.pd_transfer_via_storage:
             self._refuse_hybrid(host_pool_name)
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Returns how many leading pages are stored, or will be soon.
+        """Returns how many leading pages are stored or expected soon.
 
-        D waits until the first missing page is stored. Then it counts the rest of the pages as
-        well, because `batch_get_v1` waits for them.
+        D waits, for a limited time, until P has stored the first missing page. If P does, D counts
+        the pages behind it as well, because `batch_get_v1` waits for them.
         """
         pool = self._pool
         return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
@@ -96,7 +96,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Loads pages into the host pool; returns True for each page that was loaded.
 
-        SGLang computes the prompt from the first page that was not loaded.
+        SGLang itself computes the first page that was not loaded, and all tokens after it.
         """
         pool = self._pool
         done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices))
@@ -107,7 +107,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Stores pages of the host pool; returns True for each page that is stored.
 
-        An instance that does not save returns True for every page: SGLang warns of each False.
+        An instance that does not save returns True for every page, because SGLang warns of False.
         """
         pool = self._pool if self._saves else None
         done = len(keys) if pool is None else self._guarded(lambda: pool.save(keys, host_indices))
@@ -117,12 +117,12 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Returns None, a miss: see `batch_get`."""
+        """Returns None, which is a miss. `batch_get` says why."""
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Returns misses: SGLang calls this only for a draft model's pages, which are not kept."""
+        """Returns only misses: SGLang asks here for a draft model's pages, which are not stored."""
         return [None] * len(keys)
 
     def set(
@@ -137,7 +137,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Stores nothing: SGLang calls this only for a draft model's pages."""
+        """Stores nothing: SGLang passes only a draft model's pages to this hook."""
         return False
 
     def clear(self) -> None:
@@ -147,7 +147,10 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._guarded(lambda: int(pool.clear()))
 
     def close(self) -> None:
-        """Ends jobs and connections when SGLang detaches the backend. May be called twice."""
+        """Ends all jobs and connections; SGLang calls it when it detaches the backend.
+
+        A second call does nothing.
+        """
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -161,7 +164,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def _guarded(self, hook: Callable[[], int]) -> int:
-        """Returns the number of pages that `hook` returns; 0, and a miss, if it raises."""
+        """Returns the number that `hook` returns; if `hook` raises, counts a miss, returns 0."""
         done = call_or(hook, None)
         if done is None:
             self.metrics.miss(Reason.FAULT)

@@ -19,26 +19,27 @@ from pdstore.store.watch import Pace
 
 @dataclass(eq=False)
 class PageWait:
-    """Waits until all pages of a prompt are stored, or until the first missing page is.
+    """Waits until the first page that was missing from a batch of a prompt's pages is stored.
 
-    SGLang asks for a prompt's pages once, on one thread for all requests, while P may still be
-    storing the last of them. SGLang passes no hand-off that says whether P stores the prompt at
-    all. But P stores all pages of a prompt one after another: a page that appears during the wait
-    shows that the other pages are coming. They are then expected, and a load follows them.
+    SGLang asks for each page of a prompt only once, when P may not have stored it yet. One thread
+    of SGLang asks for the pages of all requests. SGLang passes no hand-off, so pdstore is not told
+    whether P stores the prompt at all. But P stores all pages of a prompt one after another: a page
+    that appears during the wait shows that P will store the other pages. These pages are called
+    expected, and a load waits for them.
 
-    Three limits keep waits short: the time without a new page, the time of a whole wait with its
-    load, and the number of waits in a row in which no page came. When that number is reached, a
-    rest begins: a time in which no prompt is waited for.
+    Waits have three limits: the time without a new page, the time of a wait together with the load
+    after it, and the number of successive waits in which no page appeared. When that number is
+    reached, pdstore waits for no prompt for a while, which is called the rest.
 
     One thread may call `wait_for_pages`, and another one `arrivals`; any thread may call `close`.
 
-    settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait and the load of its batch.
-    stall_s: seconds without a new page that end a wait or a load.
-    batch_pages: the most pages that SGLang asks for at once. A batch of that many pages is probably
-      followed by another batch of the same prompt.
-    most_vain: after so many waits in a row without a new page, the rest begins.
-    rest_s: seconds of the rest. A prompt whose pages are all stored ends it early.
-    clock: monotonic seconds.
+    settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait together with the load after it.
+    stall_s: after so many seconds without a new page, a wait or a load ends.
+    batch_pages: the maximum number of pages that SGLang asks for at once. After a batch of that
+      size, SGLang probably asks for another batch of the same prompt.
+    most_vain: after so many successive waits without a new page, the rest begins.
+    rest_s: the seconds of the rest. A batch whose pages are all stored ends the rest early.
+    clock: returns monotonic seconds.
     """
 
     settings: Settings
@@ -53,8 +54,8 @@ class PageWait:
     def __post_init__(self) -> None:
         self._num_vain = 0
         self._rest_until = self.clock()
-        self._before: list[bytes] = []  # pages of the last expected batch, if that was full
-        self._expected: dict[bytes, float] = {}  # a batch's first page: its deadline
+        self._before: list[bytes] = []  # hashes of the last expected batch, if it was full
+        self._expected: dict[bytes, float] = {}  # by a batch's first page: the deadline
         self._queue = LookupQueue(partial(find, self.store), self.stall_s)
         self._closed = threading.Event()
 
@@ -62,7 +63,7 @@ class PageWait:
         """Waits for the pages of a batch. Returns True if some are still missing, but expected.
 
         Returns False if all pages are stored, if no page comes, or if the store fails.
-        keys: of at least one page.
+        keys: the keys of at least one page.
         """
         before, self._before = self._before, []
         began, found = self.clock(), self._match(keys)
@@ -76,7 +77,7 @@ class PageWait:
         return is_expected
 
     def arrivals(self, keys: PromptKeys) -> Iterator[int] | None:
-        """Returns an iterator over the number of leading pages that are stored, as it grows.
+        """Returns an iterator that yields, each time it grows, the number of leading stored pages.
 
         Returns None if the pages are not expected.
         keys: a batch that `wait_for_pages` was given, or its first pages.
@@ -95,14 +96,14 @@ class PageWait:
             return Match.miss(keys, Reason.STORE_SLOW)
         lookup = Lookup(keys, None, self.stall_s, lambda found: None)
         self._queue.add(lookup)
-        return lookup.wait(2 * self.stall_s)  # the lookup ends by itself before that
+        return lookup.wait(2 * self.stall_s)  # the lookup ends sooner, at its own deadline
 
     def _follow(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
         """Yields the number of leading pages that are stored, each time that it has grown.
 
-        Ends when all pages are stored, when no new page has come for `stall_s`, at `until`, or when
-        the store fails. Looks once even if `until` has passed. The time that the caller spends
-        between two numbers does not count towards `stall_s`.
+        Ends when all pages are stored, when no new page has appeared for `stall_s`, when the time
+        is `until`, or when the store fails. Asks the store once even if `until` has passed. The
+        time that the caller spends between two yields does not count towards `stall_s`.
         """
         pace = Pace()
         stall_end = self.clock() + self.stall_s
@@ -121,13 +122,13 @@ class PageWait:
             self._closed.wait(min(left_s, pause_s))
 
     def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
-        """Waits until a page of a batch comes. Returns True if more of its pages are expected.
+        """Waits until P stores a missing page of a batch; True if more pages of it are expected.
 
-        before: the expected pages of the batch before, which P stores before those of this batch.
+        before: hashes of the previous batch, whose pages P stores before the pages of this batch.
         """
         names = [keys.hash_of(n) for n in range(len(keys))]
         if not set(before).isdisjoint(names):
-            before = []  # of another request
+            before = []  # this is another request
         both = PromptKeys.named(keys.namespace, [*before, *names])
         num_known = len(before) + num_found
         counts = self._follow(both, 0 if before else num_found, until)
@@ -142,7 +143,7 @@ class PageWait:
         return True
 
     def _end_wait(self, *, came: bool) -> None:
-        """Counts waits in a row without a new page, and begins or ends the rest."""
+        """Counts successive waits without a new page, and begins or ends the rest."""
         self._num_vain = 0 if came else self._num_vain + 1
         rest_s = self.rest_s if self._num_vain >= self.most_vain else 0.0
         self._rest_until = self.clock() + rest_s

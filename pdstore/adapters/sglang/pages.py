@@ -1,4 +1,4 @@
-"""PagePool: finds, loads and saves the pages of SGLang's host pool; HostPages describes them.
+"""PagePool: finds, loads and saves the pages of SGLang's host pool; HostPages describes the pages.
 
 The other functions read the settings, and the model's dtype, weights and shape, from SGLang.
 """
@@ -69,7 +69,7 @@ def settings_of(extra_config: Mapping[str, Any]) -> Settings:
 
 
 def refuse_unsupported(storage_config: Any, args: Any) -> None:
-    """Raises ConfigError, with the reason, for a server that the backend cannot serve."""
+    """Raises ConfigError, with the reason, for a server whose setup pdstore does not support."""
     refusals = {
         "pipeline parallelism": storage_config.pp_size > 1,
         "context parallelism of attention": storage_config.attn_cp_size > 1,
@@ -79,7 +79,7 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
     }
     for what, is_asked in refusals.items():
         if is_asked:
-            raise ConfigError(f"pdstore does not support {what} in SGLang: turn it off, or pdstore")
+            raise ConfigError(f"pdstore does not support {what} in SGLang: turn off one of the two")
     if not (storage_config.extra_config or {}).get("interface_v1"):
         raise ConfigError(
             'pdstore reads and writes pages in place: add "interface_v1": 1 to'
@@ -88,13 +88,13 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
 
 
 def warn_of_haste(settings: Settings, args: Any) -> None:
-    """Warns if SGLang's prefetch policy lets D compute before P's pages have come."""
+    """Warns if SGLang's prefetch policy lets D compute a prompt that P is still storing."""
     policy = args.hicache_storage_prefetch_policy
     if settings.role == "decode" and policy != "wait_complete":
         log.warning(
-            "--hicache-storage-prefetch-policy is %s: SGLang computes a prompt although its pages"
-            " still come. Start the decode server with wait_complete: each of pdstore's waits has"
-            " a bound",
+            "--hicache-storage-prefetch-policy is %s: SGLang computes prompts that P is still"
+            " storing. Start the decode server with wait_complete; pdstore limits the time of each"
+            " wait",
             policy,
         )
 
@@ -107,7 +107,7 @@ def server_arguments() -> Any:
         args = get_server_args()
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"this SGLang does not tell its arguments ({error}); pdstore supports {VERSIONS}"
+            f"cannot read this SGLang's arguments ({error}); pdstore supports {VERSIONS}"
         ) from error
     if args is None:
         raise ConfigError("SGLang's arguments are not published in this process")
@@ -115,7 +115,7 @@ def server_arguments() -> Any:
 
 
 def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> ServedModel:
-    """Returns the model's part of the namespace. Raises ConfigError for what the user must set.
+    """Returns the model's fields of the namespace. Raises ConfigError if the user must set one.
 
     args: SGLang's ServerArgs.
     stored_as: the host pool's dtype, which is uint8 for every kind of fp8.
@@ -125,11 +125,11 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
         dtype = _FP8.get(args.kv_cache_dtype, "")
     if not dtype:
         raise ConfigError(
-            f"the KV cache is kept as bytes and --kv-cache-dtype is {args.kv_cache_dtype}: say"
-            f" {' or '.join(_FP8)}, so that instances do not take one for the other; pdstore"
-            " supports no other packed KV"
+            f"the KV cache is kept as bytes and --kv-cache-dtype is {args.kv_cache_dtype}: set it"
+            f" to {' or '.join(_FP8)}, so that pdstore knows the format of the bytes; it supports"
+            " no other packed KV"
         )
-    directory = find_checkpoint(args.model_path, args.revision)  # for a hub's name: its snapshot
+    directory = find_checkpoint(args.model_path, args.revision)  # of a hub's name: its snapshot
     if directory is None:
         raise ConfigError(
             f"the checkpoint {args.model_path} is neither a directory nor in the hub's cache, so"
@@ -161,7 +161,7 @@ def _rope(directory: Path, args: Any) -> str:
     return shaping(fields, max_model_len=args.context_length or text.get("max_position_embeddings"))
 
 
-_LONGEST_S = 3600.0  # lookups and jobs end before, at their own deadlines
+_LONGEST_S = 3600.0  # lookups and jobs end sooner, at their own deadlines
 _ROUTER_DUTY = "ask that instance for each prompt first"
 _MHA, _MLA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost"
 _LAYOUTS = {
@@ -174,13 +174,14 @@ _LAYOUTS = {
 class HostPages:
     """The pages of one rank's host pool.
 
-    A page is stored as it lies in the host pool: the bytes of K, then the bytes of V; for MLA only
-    the latents. So K takes one copy and V another; in the layout `layer_first`, each layer of K and
-    of V takes one.
+    A stored page has the bytes of the host pool: first those of K, then those of V; for MLA only
+    those of the latents. A page needs one copy for K and one for V. In the layout `layer_first`, it
+    needs one copy for each layer of K and one for each layer of V.
 
-    model: the layout for the namespace, which must be equal on P and D.
-    copied: the layout for `KVPool`, which copies pages as bytes: a contiguous piece is a layer.
-    caches: a tensor for each piece, [pages, tokens, 1, bytes of a token]; views of the host pool.
+    model: the layout from which the namespace is made; it must be equal on P and D.
+    copied: the layout that `KVPool` gets. For `KVPool`, a page is bytes, and each contiguous piece
+      of a page is a layer.
+    caches: for each piece, a view of the host pool: [pages, tokens, 1, bytes of a token].
     """
 
     model: Layout
@@ -197,7 +198,7 @@ class HostPages:
                 f" SGLang {VERSIONS} it serves full attention and MLA, and for"
                 f" --hicache-mem-layout {', '.join(_LAYOUTS[_MHA])}"
             )
-        if kind == _MLA:  # every rank has all latents; one rank saves them
+        if kind == _MLA:  # every rank has all latents, and only one rank saves them
             tp_rank, tp_size = 0, 1
             layer = LayerSpec(1, pool.kv_cache_dim, value_dim=0, kind="mla")
         else:
@@ -228,7 +229,7 @@ class HostPages:
         return cls(model, layout("uint8", [piece] * len(caches)), caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
-        """Returns the pages' numbers. host_indices: SGLang's indices of their tokens, page by page.
+        """Returns the pages' numbers. host_indices: the index of each of their tokens, in order.
 
         Raises LayoutError for tokens that are not `num_pages` whole pages.
         """
@@ -244,12 +245,12 @@ class PagePool:
     """Finds, loads and saves the pages of one rank's host pool. Any thread may call it.
 
     It holds a PrefixCacheManager and a KVPool over one store. Every call blocks until its work is
-    done or its deadline has passed. Callers name pages by SGLang's hashes, and say where they lie
-    by SGLang's indices of their tokens in the host pool, page by page.
+    done or its deadline has passed. Callers name pages by SGLang's hashes. They give the
+    pages' places in the host pool by SGLang's index of each token, page by page.
 
     status_url: the URL of this rank's status page; None without PDSTORE_STATUS_PORT.
     weights: the weights' revision.
-    rank: the number of this process among the processes that share one environment.
+    rank: the number of this process among the processes with the same environment variables.
     Raises ConfigError, LayoutError or StoreError as `KVPool` does.
     """
 
@@ -285,7 +286,7 @@ class PagePool:
         """Returns how many leading pages are stored.
 
         With PDSTORE_ROLE=decode it waits for pages that P is still storing (see `PageWait`), and
-        counts pages that are expected to come.
+        counts the expected pages as stored.
         """
         keys = self._keys(hashes)
         if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
@@ -295,7 +296,7 @@ class PagePool:
     def load(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
         """Loads stored pages into the host pool; returns how many leading pages were loaded.
 
-        Expected pages are loaded as they come.
+        It loads expected pages as soon as P has stored them.
         """
         numbers = self._pages.numbers(host_indices, len(hashes))
         keys = self._keys(hashes)
@@ -327,10 +328,10 @@ class PagePool:
             yield len(keys)
         else:
             yield from arrivals
-            self._cache.lookup(keys)  # counts hits and misses; its answer is not awaited
+            self._cache.lookup(keys)  # only to count hits and misses: nobody waits for it
 
     def _keys(self, hashes: Sequence[str]) -> PromptKeys:
-        """Returns the keys of pages. hashes: SGLang's, each of a page and all pages before it."""
+        """Returns the keys of pages. hashes: each covers a page and all pages before it."""
         digest = self.namespace.digest
         names = [hashlib.sha256(digest + each.encode()).digest()[:HASH_BYTES] for each in hashes]
         return PromptKeys.named(self.namespace, names)

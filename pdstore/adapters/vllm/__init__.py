@@ -15,7 +15,7 @@ __all__ = ["PDStoreConnector"]
 
 
 def __getattr__(name: str) -> object:
-    """Imports the connector at its first use: vLLM loads plugins before its own modules."""
+    """Imports the connector only at its first use: vLLM loads plugins before its own modules."""
     if name != "PDStoreConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdstore.adapters.vllm.connector import PDStoreConnector

@@ -26,9 +26,9 @@ R = TypeVar("R")
 
 
 def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a hook of the connector: if the hook raises, it returns `instead()`.
+    """Decorates a hook of the connector. If the hook raises, the caller gets `instead()`.
 
-    The exception is logged and counts as a miss. If it left the hook, it would end the engine.
+    The exception is logged and counts as a miss. If it reached vLLM, it would end the engine.
     """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
@@ -36,7 +36,7 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return hook(*args, **kwargs)
-            except Exception:  # the border to the engine
+            except Exception:  # none may reach the engine
                 connector: Any = args[0]
                 connector.count_fault(hook.__name__)
                 return cast("R", instead())
@@ -49,8 +49,8 @@ def degrades(instead: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
 class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """Hands KV over from prefill to decode instances through a pool.
 
-    vLLM makes one connector in its scheduler and one in each worker. Loads are asynchronous. Saves
-    hold references to their blocks, so that no step waits for a save.
+    vLLM makes one connector in its scheduler and one in each worker. Loads are asynchronous. A save
+    holds references to its blocks, so that no step waits for a save.
     Raises ConfigError from the constructor and from `register_kv_caches` for a configuration that
     pdstore does not support.
     """
@@ -62,7 +62,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         settings = describe.settings_of(vllm_config)
         self.metrics = stats.StepMetrics()
         self._shows_status = settings.status_port is not None
-        self._handled: BaseException | None = None  # what vLLM was handling as the step began
+        self._handled: BaseException | None = None  # vLLM handled it as the step began
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
@@ -94,7 +94,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a save holds references, so it still reads the blocks of a preempted request."""
+        """False: a save can read the blocks of a preempted request, because it references them."""
         return False
 
     @property
@@ -145,7 +145,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.scheduler.add_loads(metadata)
         try:
             self.scheduler.add_saves(metadata, scheduler_output)
-        except Exception:  # a fault must cost only the saves: vLLM waits for the loads
+        except Exception:  # it must stop only the saves: vLLM waits for the loads
             self.count_fault("build_connector_meta")
         return metadata
 
@@ -193,7 +193,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> RankLayout | None:
-        return self.worker.handshake()  # vLLM asks at the end of its start
+        return self.worker.handshake()  # vLLM calls this at the end of its start
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._end_left_open()
@@ -202,7 +202,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def _end_left_open(self) -> None:
-        """Saves what the last step computed, if vLLM's runner has not ended that step.
+        """Saves the KV of the last step, if vLLM's runner has not ended that step.
 
         With speculative decoding, vLLM ends a step only on the last pipeline stage.
         """
@@ -225,7 +225,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
-        # vLLM's runner calls it in a `finally`, also after the forward pass has raised
+        # vLLM's runner calls this in a `finally`, even if the forward pass raised an exception
         if sys.exc_info()[1] is self._handled:
             self.worker.open_saves.end_step()
         else:
@@ -237,7 +237,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded, failed = self._end_loads(finished_req_ids)
         if not self.worker.fails_whole:
-            failed = set()  # vLLM computes on after the blocks that were loaded
+            failed = set()  # vLLM computes the tokens behind the loaded blocks
         return base.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     @degrades(lambda: (set(), set()))

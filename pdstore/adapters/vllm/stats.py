@@ -1,4 +1,4 @@
-"""pdstore's metrics on vLLM's /metrics page, sent with each step from each process."""
+"""Shows pdstore's metrics on vLLM's /metrics page; processes send them with each step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
             self.data[key] = self.data[key] + change
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns the numbers of vLLM's log line: counts, and the mean of each histogram."""
+        """Returns the numbers for vLLM's log line: counts, and the mean of each histogram."""
         found: dict[str, int | float] = {}
         for key, change in self.data.items():
             words = key.replace("|", " ")
@@ -73,7 +73,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | None:
-    """Returns `connector`'s stats: MultiConnector's stats hold those of several connectors."""
+    """Returns one connector's stats; `given` may be the stats of a MultiConnector."""
     if given is None or isinstance(given, PDStoreStats):
         return given
     found = given.data.get(connector)
@@ -81,11 +81,11 @@ def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | N
 
 
 class StepMetrics(Metrics):
-    """Metrics that also accumulate their changes since the last step.
+    """Metrics that also collect the changes since the last step.
 
     Decision: each change is recorded when it is made. Without such records, each step would have to
-    compare all 540 samples of the registry, which takes milliseconds, although a step changes but a
-    few.
+    compare all 540 samples of the registry, which takes milliseconds, but a step changes only a few
+    of them.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class StepMetrics(Metrics):
         super().__init__()
 
     def pop(self) -> PDStoreStats | None:
-        """Returns the changes since the last call, or None. Cheap: vLLM calls it in every step."""
+        """Returns the changes since the last call, or None. It is quick: every step calls it."""
         new = PDStoreStats()
         if not self._new.is_empty():
             with self._lock:
@@ -132,9 +132,9 @@ class StepMetrics(Metrics):
 
 
 class _Recorded:
-    """A metric, or one of its label values, that passes each change on to a StepMetrics.
+    """A metric, or a metric with fixed label values, that records each change in a StepMetrics.
 
-    shown: the same metric of the Prometheus client library.
+    shown: the Prometheus client library's metric, which is changed as well.
     """
 
     def __init__(self, shown: Any, key: str, step: StepMetrics) -> None:
@@ -216,7 +216,7 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class WorkerMetrics:
-    """The metrics of an instance's workers, put together on its scheduler side.
+    """The metrics of all workers of an instance, combined on its scheduler side.
 
     registry: holds these metrics under their usual names.
     """
@@ -235,4 +235,4 @@ class WorkerMetrics:
     def problem(self) -> str | None:
         """The trouble that the workers have with the store; None while all is well."""
         is_open = self.registry.get_sample_value("pdstore_breaker_open", {"engine": "0"})
-        return "the store fails, so that calls fail at once for a while" if is_open else None
+        return "the store failed, so the breaker refuses calls for a while" if is_open else None

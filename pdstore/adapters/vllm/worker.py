@@ -1,4 +1,4 @@
-"""PDStoreConnectorWorker: the connector's worker side, one for each rank, on KVPool."""
+"""PDStoreConnectorWorker: the connector's worker side on each rank; it uses KVPool."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Spec = TypeVar("Spec", LoadSpec, SaveSpec)
 class _Running(Generic[Spec]):
     """A load or a save from its start until its end is reported.
 
-    job: None if it could not begin, or has nothing to load. end: set on any thread, at the job's
-      end.
+    job: None if the job could not begin, or if there is nothing to load.
+    end: any thread sets it when the job ends.
     """
 
     spec: Spec
@@ -56,12 +56,12 @@ class _Running(Generic[Spec]):
 
 @dataclass(eq=False)
 class PDStoreConnectorWorker:
-    """Runs the loads and saves of each step's metadata, and reports their outcome.
+    """Runs the loads and saves that each step's metadata lists, and reports their outcome.
 
     vLLM's worker thread calls it. Every load is reported, whatever happens, because vLLM waits for
     the report without a time limit.
 
-    open_saves: the saves of the current step, while the model computes its layers.
+    open_saves: the saves of the current step that still wait for layers to be computed.
     """
 
     settings: Settings
@@ -83,8 +83,8 @@ class PDStoreConnectorWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the pool on the KV cache that vLLM has allocated.
 
-        The pool pins its host memory meanwhile; `handshake` waits for the end of it. If vLLM
-        captures CUDA graphs, which it does right after this hook, the wait is here instead. Raises
+        The pool then pins its host memory in the background. `handshake` waits until that is done.
+        But if vLLM will capture CUDA graphs right after this hook, the hook itself waits. Raises
         PDStoreError if pdstore does not support the cache.
         """
         config = self.vllm_config
@@ -109,7 +109,7 @@ class PDStoreConnectorWorker:
         *,
         ends_late: bool = False,
     ) -> None:
-        """Begins to load and save with a pool, which `close` closes.
+        """Makes all loads and saves use `pool` from now on; `close` closes the pool.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
         layers: names of the first layers of the pool's layout, in order; see `OpenSaves`.
@@ -122,9 +122,9 @@ class PDStoreConnectorWorker:
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def handshake(self) -> RankLayout | None:
-        """Returns the layout for the scheduler side once the pool's memory is pinned.
+        """Waits until the pool's memory is pinned. Returns the layout for the scheduler side.
 
-        None before `register`. Raises SwapError or TimeoutError.
+        Returns None before `register`. Raises SwapError or TimeoutError.
         """
         if self._pool is not None:
             self._pool.ready()
@@ -137,11 +137,11 @@ class PDStoreConnectorWorker:
 
     @property
     def fails_whole(self) -> bool:
-        """True if a load that brings less than was promised counts as a load that brought nothing.
+        """True if a load that brings less than promised must count as one that brings nothing.
 
-        Else vLLM is told the bad blocks, and computes from the first of them on. It cannot be told
-        of a block that a sliding window has given back, nor of any block if there are several KV
-        groups.
+        Otherwise vLLM is told which blocks are bad, and computes all tokens from the first bad
+        block on. vLLM cannot be told of a block that a sliding window has given back; with several
+        KV groups, it cannot be told of any block.
         """
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
@@ -150,9 +150,9 @@ class PDStoreConnectorWorker:
     def loads_at_once(self) -> bool:
         """True if no step in flight uses the blocks that vLLM gives to a load.
 
-        Where steps overlap, vLLM keeps the blocks of a request that has ended until they are over
-        (its scheduler's `defer_block_free`), but only in a consumer; and not those that a window
-        gives back.
+        Where steps overlap, vLLM frees the blocks of an ended request only after all steps in
+        flight (its scheduler's `defer_block_free`). But it does so only in a KV consumer, and not
+        for blocks that a sliding window gives back.
         """
         config = self.vllm_config
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
@@ -165,19 +165,19 @@ class PDStoreConnectorWorker:
         return not (self._queued or self._loads or self._saves)
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Marks aborted hand-offs, and starts the loads of a step. Called in every step.
+        """Marks aborted hand-offs, and queues or begins the loads of a step. Every step calls it.
 
-        A load that need not wait for a step begins when this one is launched: before that, its
-        workers would take Python's lock from the thread that launches it.
+        If `loads_at_once`, the loads begin after vLLM has launched this step. Earlier, the threads
+        that load would take Python's lock from the thread that launches the step.
         """
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
         self._queued += metadata.loads
         if not self.loads_at_once:
-            self.begin_loads()  # behind what is queued now, and so not behind this step
+            self.begin_loads()  # after the GPU's work so far, which is not yet this step's
 
     def begin_loads(self) -> None:
-        """Begins the loads that wait for their step's launch."""
+        """Begins all queued loads."""
         queued, self._queued = self._queued, []
         ready = AT_ONCE if self.loads_at_once else None
         for spec in queued:  # all of them are reported, even if starting one fails
@@ -214,9 +214,9 @@ class PDStoreConnectorWorker:
                 self.pool.abort_handoff(plan.handoff)
 
     def end_loads(self, finished: Collection[str] = ()) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended since the last call, and those that failed.
+        """Returns the requests whose load ended since the last call, and those whose load failed.
 
-        A load has failed if it brought less than vLLM counts on.
+        A load has failed if it brought fewer tokens than vLLM relies on.
 
         finished: requests that have ended; their loads are cancelled.
         """
@@ -238,7 +238,7 @@ class PDStoreConnectorWorker:
         return bad
 
     def pop_report(self) -> StepReport | None:
-        """Returns what has ended since the last report, for the scheduler side; None if nothing."""
+        """Returns a report on the work since the last report; None if nothing is to be reported."""
         report, self._report = self._report, StepReport()
         for number, running in list(self._saves.items()):
             job, end = running.job, running.end
@@ -256,7 +256,7 @@ class PDStoreConnectorWorker:
             self._pool.close()
 
     def _end_load(self, running: _Running[LoadSpec]) -> bool:
-        """Reports a load that has ended; returns whether it brought what vLLM counts on."""
+        """Reports a load that has ended; returns whether it brought all that vLLM relies on."""
         plan, num_loaded = running.spec.plan, 0
         if plan is not None and running.end is not None:
             self._report.ended.append(running.end)
@@ -271,7 +271,7 @@ class PDStoreConnectorWorker:
 
     @contextlib.contextmanager
     def _starting(self, running: _Running[Any], direction: Direction) -> Iterator[None]:
-        """Logs and counts why a job could not begin; the other jobs of its step still begin."""
+        """Logs and counts an exception at a job's start, so that the step's other jobs begin."""
         try:
             yield
         except Exception:
@@ -281,7 +281,7 @@ class PDStoreConnectorWorker:
             log.exception("a %s of request %s could not begin", direction.value, spec.request_id)
 
     def _rows(self, block_ids: Tables) -> Tables:
-        """Returns rows of the cache tensors: a block of vLLM's tables may be several rows."""
+        """Returns the rows of the cache tensors that blocks fill: one or several for each block."""
         n = self._rows_per_block
         if n == 1:
             return block_ids
@@ -294,16 +294,17 @@ class PDStoreConnectorWorker:
 
 @dataclass(eq=False)
 class OpenSaves:
-    """The saves of one step: each layer range is saved while the model computes the next one.
+    """The saves of one step: they copy a layer range while the model computes the next range.
 
-    When the last layer of a range is reported, its saves wait for all work that is queued on the
-    current stream by then, and read the range after it. Layers that are not reported during the
-    step are saved at its end. On a GPU, the pool's workers begin at the end of the step: by then
-    vLLM's thread has queued all work that the answer needs.
+    When vLLM reports the last layer of a range, the saves queue a copy of that range. The copy
+    waits for all work that is then queued on the current stream. Layers that are not reported
+    during the step are saved at its end. On a GPU, the pool's workers begin when vLLM's thread has
+    queued the whole step: the GPU still computes the step then.
 
-    layout: of the pool; None while there is none.
+    layout: the pool's layout; None while there is no pool.
     layers: names, in order, of the cache's first layers, which may be saved during the step.
-    ends_late: True if a step ends after drafting: workers then begin when the last layer is queued.
+    ends_late: True if vLLM ends a step only after drafting tokens; the pool's workers then begin as
+      soon as the last layer is queued.
     """
 
     layout: Layout | None = None
@@ -311,7 +312,7 @@ class OpenSaves:
     ends_late: bool = False
 
     def __post_init__(self) -> None:
-        self._ends: dict[str, int] = {}  # number of layers up to a range's last layer, by its name
+        self._ends: dict[str, int] = {}  # by a range's last layer: the number of layers up to it
         if self.layout is not None:
             whole = self.layout.num_whole_ranges
             counts = range(1, len(self.layers) + 1)
@@ -324,7 +325,7 @@ class OpenSaves:
         self._open.append(save)
 
     def layer_done(self, name: str) -> None:
-        """Lets a layer range be saved once its last layer and all before that are queued."""
+        """Notes that a layer is queued; lets its range be saved if all layers so far are queued."""
         if self._open:
             self._computed.add(name)
             num_layers = self._ends.get(name, 0)
@@ -333,7 +334,7 @@ class OpenSaves:
                     save.layers_done(num_layers, goes_on=not self.ends_late)
 
     def end_step(self) -> None:
-        """Lets the rest of the layers be saved, and ends the step. Cancels saves if that fails."""
+        """Lets the other layers be saved, and ends the step. If that fails, cancels the saves."""
         num_layers = len(self.layout.held_layers) if self.layout is not None else 0
         try:
             while self._open:
@@ -343,9 +344,10 @@ class OpenSaves:
             self.cancel_step()
 
     def cancel_step(self) -> None:
-        """Ends the step and cancels the saves that are still open: not all layers are computed.
+        """Ends the step and cancels the open saves, which may lack layers.
 
-        The end of a cancelled save tells D of it, and releases the save's blocks.
+        When a cancelled save has ended, D is told that its hand-off failed, and the save's blocks
+        are freed.
         """
         for save in self._open:
             save.job.cancel()
