@@ -40,7 +40,7 @@ class Records:
             return next((each for each in self._ended if each.id == request_id), None)
 
     def has_running_jobs(self) -> bool:
-        """Returns whether a request has ended whose record still waits for running jobs."""
+        """Returns whether the record of any request that has ended still waits for its jobs."""
         now = self._clock()
         with self._lock:
             late = [request for request, at in self._ended.items() if now > at]

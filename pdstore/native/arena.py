@@ -1,4 +1,4 @@
-"""NativeArena: an arena of libpdstore. It keeps values by key in a file that processes map."""
+"""NativeArena: an arena of libpdstore, a file with values by key, shared by many processes."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class PromptTimes:
     - `never` computes all prompts. With PDSTORE_LOAD=always there is no PromptTimes.
 
     Steps may overlap, so the time of one step cannot be measured. But a request gets its first
-    token when its prompt is computed. So the time between two first tokens is measured, and is
-    counted for all prompt tokens whose steps began in that time.
+    token when its prompt is computed. So the time is measured from one request's first token to the
+    next request's, and is divided over all prompt tokens whose steps began in that time.
 
     may_split: True if the first part of what was found may be loaded without the rest. False with
       sliding windows: of such layers only the last blocks of what was found were looked up.

@@ -37,8 +37,9 @@ class _Piece(NamedTuple):
 class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
-    A save without a hand-off skips stored blocks, and matches its own blocks. A save with a
-    hand-off matches the whole prompt, saves lost blocks again, and then tells D of the hand-off.
+    A save without a hand-off skips the blocks that are stored, and matches only its own blocks at
+    the end. A save with a hand-off matches the whole prompt at the end, saves again what the store
+    lost meanwhile, and then tells D.
 
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.

@@ -151,8 +151,8 @@ class PromptBlocks:
     def usable_end(self, end: int, first_token: int) -> int:
         """Returns the largest number of tokens, up to `end`, after which an engine can go on.
 
-        It can go on computing after the whole prompt, after `first_token` tokens, and after a block
-        before which no sliding window lacks an engine block.
+        An engine can go on from the end of the prompt, from `first_token` tokens, and from the end
+        of each block where the sliding windows still have all engine blocks that they need.
         """
         if end == self.keys.num_tokens:
             return end
