@@ -6,9 +6,9 @@ largest (Gittins' index). A save may evict if the hit density of its new values 
 the pool's oldest value, which has an age already. When users take turns, every block is used again
 at about the same age, so the oldest block is the next to be used. A small pool that evicts it has
 almost no hits, so the save is refused. If older values are less likely to be used, every save may
-evict: the policy is then plain LRU. A value that nobody uses any more becomes older than any age at which a
-use was seen, and is evicted: no value stays for ever. Protecting values for a fixed time suits only
-one workload; `benchmarks.trace.eviction` compares such policies.
+evict: the policy is then plain LRU. A value that nobody uses any more becomes older than any age at
+which a use was seen, and is evicted: no value stays for ever. Protecting values for a fixed time
+suits only one workload; `benchmarks.trace.eviction` compares such policies.
 Decision: docs/decisions/041-admission.md
 """
 
