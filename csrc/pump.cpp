@@ -9,11 +9,8 @@
 namespace pds {
 namespace {
 
-// Pauses between two questions to the device whether the model has come far enough. Each question
-// keeps the driver from the model's thread, so a long wait asks more rarely.
-constexpr std::chrono::microseconds kAskAgain{100}, kAskAgainLate{1'000};
-constexpr int kAskAgainPart = 16;        // of the time waited so far
-constexpr int64_t kBytesPerUs = 55'000;  // of a link; a slower one is waited for longer
+constexpr std::chrono::microseconds kAskAgain{100};  // whether the model has come far enough
+constexpr int64_t kBytesPerUs = 55'000;              // of a link; a slower one is waited for longer
 
 int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -113,7 +110,6 @@ bool Pump::is_due(Job &job) {
 // waits for the model stays queued: in a lane it would hold up the jobs after it.
 JobPtr Pump::next_due() {
   std::unique_lock<std::mutex> lock(mutex_);
-  int64_t began = 0;
   for (;;) {
     if (!is_busy()) changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
     late_.clear();
@@ -125,9 +121,7 @@ JobPtr Pump::next_due() {
       return job;
     }
     if (queue_.empty() || is_busy()) return nullptr;
-    if (began == 0) began = now_ns();
-    const std::chrono::nanoseconds part{(now_ns() - began) / kAskAgainPart};
-    changed_.wait_for(lock, std::clamp<std::chrono::nanoseconds>(part, kAskAgain, kAskAgainLate));
+    changed_.wait_for(lock, kAskAgain);
   }
 }
 
