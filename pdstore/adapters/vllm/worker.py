@@ -62,6 +62,10 @@ class PDStoreConnectorWorker:
     the report without a time limit.
 
     open_saves: the saves of the current step that still wait for layers to be computed.
+    loads_at_once: True if no step in flight uses the blocks that vLLM gives to a load. Where steps
+      overlap, vLLM frees the blocks of an ended request only after all steps in flight (its
+      scheduler's `defer_block_free`). But it does so only in a KV consumer, and not for blocks that
+      a sliding window gives back.
     """
 
     settings: Settings
@@ -71,6 +75,7 @@ class PDStoreConnectorWorker:
 
     def __post_init__(self) -> None:
         self.open_saves = OpenSaves()
+        self.loads_at_once = False
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
@@ -119,6 +124,10 @@ class PDStoreConnectorWorker:
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.engine_block_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
+        config = self.vllm_config
+        overlaps = config.max_concurrent_batches > 1  # vLLM takes 10 ms to find this out
+        is_safe = not overlaps or config.kv_transfer_config.is_kv_consumer
+        self.loads_at_once = is_safe and not pool.namespace.windows
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def handshake(self) -> RankLayout | None:
@@ -145,19 +154,6 @@ class PDStoreConnectorWorker:
         """
         has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
         return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
-
-    @property
-    def loads_at_once(self) -> bool:
-        """True if no step in flight uses the blocks that vLLM gives to a load.
-
-        Where steps overlap, vLLM frees the blocks of an ended request only after all steps in
-        flight (its scheduler's `defer_block_free`). But it does so only in a KV consumer, and not
-        for blocks that a sliding window gives back.
-        """
-        config = self.vllm_config
-        has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
-        overlaps = config.max_concurrent_batches > 1
-        return not has_windows and (not overlaps or config.kv_transfer_config.is_kv_consumer)
 
     @property
     def is_idle(self) -> bool:
