@@ -258,6 +258,11 @@ class PromptKeys:
             return self._tail
         raise IndexError(block)
 
+    def hashes(self, start: int = 0, stop: int | None = None) -> list[bytes]:
+        """Returns the prefix hashes of blocks `start` to `stop` - 1."""
+        tail = [] if self._tail is None else [self._tail]
+        return [*self._full, *tail][start:stop]
+
     def tokens_of(self, block: int) -> int:
         """Returns the number of tokens in a block: `block_tokens`, or fewer in the tail."""
         return min(self.block_tokens, self.num_tokens - block * self.block_tokens)

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from pdstore.store.base import FRESH_S
 
-_MOST_SAMPLES = 4096
+_MOST_SAMPLES = 2048
 _MOST_PENDING = 64  # calls of `found` that are kept until the next save: the last ones
-_LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes a millisecond
+_LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes half a millisecond
 _HORIZON = 64  # a sample that is so many times as old as the pool's oldest value is forgotten
 _PER_OCTAVE = 6
 _EDGES = [0.0] + [FRESH_S * 2 ** (i / _PER_OCTAVE) for i in range(22 * _PER_OCTAVE)]
@@ -68,12 +69,14 @@ class Admission:
             while self._pending:
                 self._use(*self._pending.popleft(), is_save=False)
             self._use(now, names, is_save=True)
-            if self._num_uses >= _LEARN_EVERY:
-                self._learn(now)
+            if len(self._samples) > _MOST_SAMPLES:
+                self._forget(now)
 
     def admits(self, oldest_s: float) -> bool:
         """Returns whether new values may evict the oldest value, unused for `oldest_s` seconds."""
         with self._lock:
+            if self._num_uses >= _LEARN_EVERY:
+                self._learn(self._clock())
             self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
             return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
 
@@ -145,5 +148,4 @@ def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float
 
 def _age(seconds: float) -> int:
     """Returns which interval of `_EDGES` an age lies in."""
-    octaves = math.log2(max(seconds, FRESH_S) / FRESH_S)
-    return min(_NUM_AGES - 1, math.ceil(octaves * _PER_OCTAVE))
+    return min(_NUM_AGES - 1, max(0, bisect_left(_EDGES, seconds) - 1))

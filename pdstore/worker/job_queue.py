@@ -59,6 +59,7 @@ class JobQueue:
     A deadline ends a job, but the job's worker cannot take another job before its store call has
     returned. While more than MAX_HUNG_CALLS such calls hang, new jobs are refused at once.
 
+    most_woken: how many workers an ordinary job wakes; those that are awake do its shares as well.
     max_jobs, max_bytes: limits for the jobs of one direction that no worker has begun. Markers
       count towards the limits but are never refused because of them: another instance waits for
       markers, and they are small.
@@ -71,9 +72,11 @@ class JobQueue:
         pin: DevicePin,
         metrics: Metrics,
         *,
+        most_woken: int = MAX_JOBS,
         max_jobs: int = MAX_JOBS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
+        self._most_woken = most_woken
         self._metrics = metrics
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
@@ -245,7 +248,8 @@ class JobQueue:
             self._offered.add(job)
             entry = (job.urgency, job.deadline.at, next(self._numbers), job)
             heappush(self._ready[job.direction], entry)
-        self._has_ready.notify(num_ready)
+        is_ordinary = job.urgency is Urgency.ORDINARY
+        self._has_ready.notify(min(num_ready, self._most_woken) if is_ordinary else num_ready)
 
     def _next_turn(self) -> ChildJob | None:
         """Waits for a job and returns the worker's child job; None after the queue is closed."""
@@ -287,6 +291,8 @@ class JobQueue:
             self._num_busy[job.direction] -= 1
             chosen = self._choose()
             self._num_busy[job.direction] += 1
+            if chosen is not job and job.num_ready:
+                self._has_ready.notify()  # another worker may do the shares that are left
         return chosen is job
 
     def _turn_ended(self, child: ChildJob) -> None:

@@ -86,7 +86,10 @@ class KVPool:
             undo.callback(swap.close)  # it must be closed before its memory is unpinned
             self._log_start(store)
             pin = DevicePin(swap.device, swap.device_api)
-            self._queue = JobQueue(settings.workers, pin, self.metrics, max_jobs=max_jobs)
+            most_woken = self._mover.way.split.most_woken
+            self._queue = JobQueue(
+                settings.workers, pin, self.metrics, most_woken=most_woken, max_jobs=max_jobs
+            )
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # closed before the queue: this ends calls that wait for an arena's lock
                 undo.callback(store.close)
@@ -177,12 +180,13 @@ class KVPool:
         num_blocks = self._swap.num_blocks
         first_read = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_read)
-        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        is_awaited = is_awaited or handoff is not None or self._mover.admission is None
+        first = 0 if is_awaited else max(0, first_block - 1)  # an ordinary save looks one back
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(started)
-        is_awaited = is_awaited or handoff is not None or self._mover.admission is None
         work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited)
         num_bytes = bytes_of(self.layout, keys, first_block)
         most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
@@ -237,7 +241,7 @@ class KVPool:
         num_blocks = self._swap.num_blocks
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
         check_windows(self.layout, tables)
-        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
         wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
@@ -255,7 +259,7 @@ class KVPool:
             work.close()
         self._queue.submit(job)
         if self._mover.admission is not None:
-            self._mover.admission.found(map(prompt.keys.hash_of, range(len(prompt.keys))))
+            self._mover.admission.found(prompt.keys.hashes())
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
             self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))

@@ -123,11 +123,10 @@ class SaveWork(Work):
         """Tells the admission that blocks are used, one time for all of their layer ranges."""
         admission, first = self.mover.admission, self.prompt.layout.held_ranges[0]
         if admission is not None and piece.layer_range in (None, first):
-            numbers = list(dict.fromkeys(values.numbers))
-            num_found = len(set(values.numbers[: values.num_whole(num_stored)]))
-            names = [self.prompt.keys.hash_of(number) for number in numbers]
-            admission.found(names[:num_found])
-            admission.saved(names[num_found:])
+            (start, stop), end = piece.blocks, values.num_whole(num_stored)
+            missing = values.numbers[end] if end < len(values) else stop
+            admission.found(self.prompt.keys.hashes(start, missing))
+            admission.saved(self.prompt.keys.hashes(missing, stop))
 
     def _admits(self, child: ChildJob) -> bool:
         """Returns whether the save may evict; the first share decides for all of its shares."""

@@ -45,6 +45,8 @@ class Split(NamedTuple):
       spreads the work on one range over the processors.
     at_once: how many ranges a worker saves or loads in one share, because one call of the library
       takes so many.
+    most_woken: how many workers a job wakes that no other instance waits for. Each of them takes
+      Python's lock from the engine; the library needs only one to keep the device busy.
     early_ranges: a layer range of this many block ranges or more is saved before later layers are
       computed. Smaller layer ranges are saved together, because each save takes time in Python.
     """
@@ -52,12 +54,13 @@ class Split(NamedTuple):
     range_bytes: int = RANGE_BYTES
     many: int = _MANY
     at_once: int = 1
+    most_woken: int = 1 << 16
     early_ranges: int = 4
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
         """Returns the split for a `StoreEnd` that runs little Python code for a range."""
-        return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, early_ranges=2)
+        return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, most_woken=1, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:
@@ -125,11 +128,13 @@ class PromptBlocks:
     """The blocks of one prompt that this rank moves, and where they are in the paged cache.
 
     keys, tables: nobody may change them after they are given here.
+    first: the number of the first block that is asked for.
     """
 
     layout: Layout
     keys: PromptKeys
     tables: BlockTables
+    first: int = 0
     _made: dict[int | None, Values] = field(default_factory=dict, init=False)  # by layer range
     _making: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -182,7 +187,7 @@ class PromptBlocks:
     def _all(self) -> Values:
         size, keys = self.layout.block_tokens, self.keys
         num_full = keys.num_tokens // size
-        values = self._of_length(size, BlockRange(0, num_full))
+        values = self._of_length(size, BlockRange(min(self.first, num_full), num_full))
         if len(keys) > num_full:
             tail = self._of_length(keys.tokens_of(num_full), BlockRange(num_full, num_full + 1))
             columns = zip(vars(values).values(), vars(tail).values(), strict=True)
@@ -190,8 +195,10 @@ class PromptBlocks:
         if self.layout.has_windows:
             there = [i for i, ids in enumerate(values.block_ids) if NO_BLOCK not in ids]
             values = values.chosen(there)
-        numbers = pairwise([-1, *values.numbers])
-        counted = [0 if n == before else keys.tokens_of(n) for before, n in numbers]
+        lengths = dict.fromkeys(values.numbers, size)
+        if num_full in lengths:
+            lengths[num_full] = keys.tokens_of(num_full)
+        counted = [lengths.pop(number, 0) for number in values.numbers]
         return replace(values, num_counted=counted)
 
     def _of_length(self, num_tokens: int, blocks: BlockRange) -> Values:
@@ -202,11 +209,12 @@ class PromptBlocks:
         starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
         tables = [self.tables[layout.table_of(part)] for part in parts]
         used = -(-num_tokens // layout.engine_block_tokens)
-        firsts = [number * self._per_block for number in range(*blocks)]
+        step = self._per_block
+        firsts = [number * step for number in range(*blocks)]
         count, num_values = len(firsts), len(firsts) * len(parts)
         return Values(
             keys=keys.store_keys(parts, *blocks),
-            starts=[start + keys.hash_of(n) for n in range(*blocks) for start in starts],
+            starts=[start + name for name in keys.hashes(*blocks) for start in starts],
             sizes=[block.HEADER_BYTES + header.payload_bytes for header in headers] * count,
             numbers=[n for n in range(*blocks) for _ in parts],
             parts=[*parts] * count,

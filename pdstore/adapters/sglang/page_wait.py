@@ -126,7 +126,7 @@ class PageWait:
 
         before: hashes of the previous batch, whose pages P stores before the pages of this batch.
         """
-        names = [keys.hash_of(n) for n in range(len(keys))]
+        names = keys.hashes()
         if not set(before).isdisjoint(names):
             before = []  # this is another request
         both = PromptKeys.named(keys.namespace, [*before, *names])
