@@ -4,7 +4,8 @@
     python -m benchmarks.load --engine vllm --workload turns --kinds plain simple shm --json FILE
 
 Each kind is started alone, warmed up, and measured in windows; the order of the kinds is drawn.
-Rows are comparable within one run. `shm@TREE` is a kind of pdstore from another checkout, which
+With --beside all kinds are started at once, where the GPU and the host have the memory, and their
+windows take turns, so that a slow minute of the machine meets them all; the others wait. Rows are comparable within one run. `shm@TREE` is a kind of pdstore from another checkout, which
 --trees names; `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import math
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -65,70 +68,122 @@ def main() -> None:
 def measure(given: argparse.Namespace, workload: Workload) -> Report:
     """Runs every kind that is asked for, one after the other."""
     sizes = _sizes_of(given, workload)
-    title = f"{given.workload}, {given.engine}, seed {given.seed}: windows of {given.window:g} s"
+    way = ", in turns" if given.beside else ""
+    title = (
+        f"{given.workload}, {given.engine}, seed {given.seed}: windows of {given.window:g} s{way}"
+    )
     report = Report(title, [*COLUMNS, *TIMES, *COUNTS], notes=[str(sizes)])
     names = list(given.kinds)
     random.Random(given.order).shuffle(names)
     with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
-        for name in names:
+        for together in [names] if given.beside else [[name] for name in names]:
             for rate in given.rates or [sizes.rate]:
                 plan = Plan(replace(sizes, rate=rate), given.seed, given.trace)
                 try:
-                    for row in _measured(given, workload, plan, name, Path(scratch)):
+                    for name, row in _measured(given, workload, plan, together, Path(scratch)):
                         report.add(name, *row)
                         _show(name, row)
                 except DemoError as error:
-                    report.notes.append(f"{name}: {error}")
+                    report.notes.append(f"{together}: {error}")
                 if given.json is not None:
                     given.json.write_text(report.json() + "\n")
     return report
 
 
 def _measured(
-    given: argparse.Namespace, workload: Workload, plan: Plan, name: str, scratch: Path
-) -> Iterator[list[Cell]]:
-    """Starts a kind's servers, loads them, and yields a row for each window."""
-    what, *settings = name.split("+")
-    what, _, tree = what.partition("@")
-    root = Path(given.trees[tree]).resolve() if tree else ROOT
-    seconds = given.warm + given.windows * given.window
-    with tempfile.TemporaryDirectory(dir=scratch) as pool, Processes() as processes:
-        kind = kinds(Path(pool), plan.sizes, dict(map(_pair, settings)))[what]
+    given: argparse.Namespace, workload: Workload, plan: Plan, names: list[str], scratch: Path
+) -> Iterator[tuple[str, list[Cell]]]:
+    """Starts the servers of some kinds, loads them in turns, and yields a row for each window."""
+    with contextlib.ExitStack() as started:
+        processes = started.enter_context(Processes())
         fleet = Fleet(processes, scratch, plan.sizes, given.engine, given.options, is_cpu=given.cpu)
-        urls, asked = fleet.start(what, kind, root, given.start_seconds)
-        client, counts = asyncio.run(_load(workload, plan, kind.mode, urls, asked, seconds))
+        loads = []
+        for name in names:
+            pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
+            what, *settings = name.split("+")
+            what, _, tree = what.partition("@")
+            root = Path(given.trees[tree]).resolve() if tree else ROOT
+            kind = kinds(pool, plan.sizes, dict(map(_pair, settings)))[what]
+            urls, asked = fleet.start(what, kind, root, given.start_seconds)
+            loads.append(_Load(name, kind.mode, urls, asked))
+        asyncio.run(_take_turns(given, workload, plan, loads))
         processes.check()
-    for number in range(given.windows):
-        begin = given.warm + number * given.window
-        ended = [a for a in client.answers if begin <= a.times[-1] < begin + given.window]
-        own: list[Cell] = [number + 1, plan.sizes.rate, len(ended) / given.window]
-        tokens = sum(len(a.ids) for a in ended) / given.window
-        yield [*own, tokens, *_times(ended), *counts, len(client.errors)]
-    for error in client.errors[:3]:
-        print(error, file=sys.stderr)
+    for load in loads:
+        for number, (begin, counts) in enumerate(load.windows):
+            ended = [a for a in load.client.answers if 0 <= a.times[-1] - begin < given.window]
+            own: list[Cell] = [number + 1, plan.sizes.rate, len(ended) / given.window]
+            tokens = sum(len(a.ids) for a in ended) / given.window
+            unanswered = load.client.num_open if number + 1 == given.windows else 0
+            yield load.name, [*own, tokens, *_times(ended), *counts, unanswered, load.num_errors]
+        for error in load.client.errors[:3]:
+            print(error, file=sys.stderr)
 
 
-async def _load(
-    workload: Workload, plan: Plan, mode: Mode, urls: list[str], asked: list[str], seconds: float
-) -> tuple[Client, list[Cell]]:
-    """Returns the client, and what the servers counted meanwhile."""
+@dataclass
+class _Load:
+    """The load on one kind. windows: for each when it began, and what the servers counted."""
+
+    name: str
+    mode: Mode
+    urls: list[str]
+    asked: list[str]
+    windows: list[tuple[float, list[Cell]]] = field(default_factory=list)
+
+    def begin(self, http: httpx.AsyncClient, seconds: float) -> Client:
+        self.client = Client(http, self.asked, self.mode, seconds)
+        return self.client
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.client.errors)
+
+    async def window(self, warm_s: float, seconds: float) -> None:
+        """Lets the users ask for a while; returns when all that they asked is answered."""
+        self.client.gate.set()
+        await asyncio.sleep(warm_s)
+        before, begin = [counters(url) for url in self.urls], self.client.now
+        await asyncio.sleep(seconds)
+        after = [counters(url) for url in self.urls]
+        pairs = list(zip(before, after, strict=True))
+
+        def more(*names: str) -> int:
+            counts = (sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
+            return int(max(counts))
+
+        self.windows.append((begin, [more(*_LOADED), more(_PREEMPTED)]))
+
+    async def pause(self) -> None:
+        self.client.gate.clear()
+        while self.client.num_open:
+            await asyncio.sleep(0.05)
+
+
+async def _take_turns(
+    given: argparse.Namespace, workload: Workload, plan: Plan, loads: list[_Load]
+) -> None:
+    """Gives each kind its windows; in each round but one kind's users ask at a time."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
-        warm_up = Client(http, asked, mode, seconds)
-        for number in range(_WARM_UP):
-            await warm_up.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
-        before = [counters(url) for url in urls]
-        client = Client(http, asked, mode, seconds)
-        await workload.run(client, plan)
-    client.errors += warm_up.errors
-    after = [counters(url) for url in urls]
-
-    def more(*names: str) -> float:
-        pairs = list(zip(before, after, strict=True))
-        return max(sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
-
-    unanswered = client.num_asked - len(client.answers) - len(client.errors)
-    return client, [int(more(*_LOADED)), int(more(_PREEMPTED)), unanswered]
+        for load in loads:
+            client = load.begin(http, math.inf)
+            for number in range(_WARM_UP):
+                await client.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
+        running = []
+        for load in loads:
+            client = load.begin(http, math.inf)
+            client.gate.clear()
+            running.append(asyncio.create_task(workload.run(client, plan)))
+        for number in range(given.windows):
+            for load in loads:
+                warm_s = given.again if number and given.beside else given.warm * (not number)
+                await load.window(warm_s, given.window)
+                if given.beside:
+                    await load.pause()
+        for load in loads:
+            load.client.seconds = 0.0
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _show(name: str, row: Sequence[Cell]) -> None:
@@ -169,6 +224,8 @@ def _parse() -> argparse.Namespace:
     add("--windows", type=int, default=3)
     add("--window", type=float, metavar="S", help="default: 60, with --cpu 5")
     add("--warm", type=float, metavar="S", help="before the first window; default: 15, 3")
+    add("--beside", action="store_true", help="start all kinds at once; windows take turns")
+    add("--again", type=float, metavar="S", default=8.0, help="before a later window of --beside")
     add("--rates", type=float, nargs="+", help="arrivals a second, each with a start of its own")
     add("--users", type=int, help="who ask at once")
     add("--pool-gib", type=float, help="size of the host pool")

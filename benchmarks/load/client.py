@@ -61,6 +61,9 @@ class Client:
     ) -> None:
         self._http, self._urls, self._mode = http, urls, mode
         self._began = time.monotonic()
+        self.gate = asyncio.Event()  # questions wait for it
+        self.gate.set()
+        self.num_held = 0
         self.seconds = seconds
         self.answers: list[Answer] = []
         self.errors: list[str] = []
@@ -72,12 +75,20 @@ class Client:
         return time.monotonic() - self._began
 
     @property
+    def num_open(self) -> int:
+        """The number of questions that a server has and has not answered."""
+        return self.num_asked - self.num_held - len(self.answers) - len(self.errors)
+
+    @property
     def is_over(self) -> bool:
         return self.now >= self.seconds
 
     async def ask(self, prompt: list[int], max_tokens: int, turn: int = 0) -> list[int]:
         """Streams an answer and returns its token ids; none where it failed."""
         self.num_asked += 1
+        self.num_held += 1
+        await self.gate.wait()
+        self.num_held -= 1
         answer = Answer(turn, len(prompt), self.now)
         body: Json = {
             "prompt": prompt,
