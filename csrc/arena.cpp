@@ -317,7 +317,7 @@ int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places, in
       const Slot &slot = index_.slot(id);
       fits = slot.bytes == sizes[i] && slot.bytes <= index_.room_of(id);
       if (!fits) return;
-      index_.touch(id, now);
+      index_.begin_read(id, now);
       places->push_back({id, slot.generation, index_.offset_of(id), 0});
     }
   });

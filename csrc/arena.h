@@ -57,7 +57,7 @@ class Arena {
   // Frees reserved places; if the lock is not free in time, the next call frees them.
   int32_t abandon(const Places &places);
   void abandon_later(const Places &places);
-  // places: of the leading keys that are stored with this size.
+  // places: of the leading keys that are stored with this size. Their leases end soon.
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns);
   // Counts the leading places that still hold the value that they were given for.
   int64_t still_there(const Places &places);

@@ -81,6 +81,8 @@ class Index {
   uint32_t find(std::string_view key, int64_t now);
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
+  // Ends a slot's lease soon: whoever waited for the value reads it now.
+  void begin_read(uint32_t id, int64_t now) { slot(id).lease_end = now + times_.fresh_ns; }
   // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
   // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
   // that were used before `now`.

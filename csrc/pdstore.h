@@ -159,8 +159,8 @@ int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, i
 // data_at on, data_bytes of memory for values. Keys are one text, a zero byte after each.
 typedef struct pds_arena pds_arena;
 typedef struct {
-  int64_t lease_ns;         // of the lease that a find or a take gives
-  int64_t fresh_ns;         // nobody evicts a value so soon after its publication
+  int64_t lease_ns;         // of the lease that a find gives
+  int64_t fresh_ns;         // nobody evicts a value so soon after its publication or a read's begin
   int64_t short_lived_ns;   // the life of a PDS_SHORT_LIVED value after its last use
   int64_t rest_ns;          // how long a dead process's device may write to its slots
   int64_t lock_timeout_ns;  // calls that wait longer fail with PDS_ERR_TIMEOUT

@@ -5,8 +5,9 @@
 
 Each kind is started alone, warmed up, and measured in windows; the order of the kinds is drawn.
 With --beside all kinds are started at once, where the GPU and the host have the memory, and their
-windows take turns, so that a slow minute of the machine meets them all; the others wait. Rows are comparable within one run. `shm@TREE` is a kind of pdstore from another checkout, which
---trees names; `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
+windows take turns, so that a slow minute of the machine meets them all. Rows are comparable within
+one run. `shm@TREE` is a kind of pdstore from another checkout, which --trees names;
+`shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
 offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import random
 import statistics
@@ -129,8 +131,9 @@ class _Load:
     asked: list[str]
     windows: list[tuple[float, list[Cell]]] = field(default_factory=list)
 
-    def begin(self, http: httpx.AsyncClient, seconds: float) -> Client:
-        self.client = Client(http, self.asked, self.mode, seconds)
+    def begin(self, http: httpx.AsyncClient) -> Client:
+        """Returns a client whose users wait until a window begins."""
+        self.client = Client(http, self.asked, self.mode, math.inf)
         return self.client
 
     @property
@@ -165,22 +168,16 @@ async def _take_turns(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
         for load in loads:
-            client = load.begin(http, math.inf)
+            client = load.begin(http)
+            client.gate.set()
             for number in range(_WARM_UP):
                 await client.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
-        running = []
-        for load in loads:
-            client = load.begin(http, math.inf)
-            client.gate.clear()
-            running.append(asyncio.create_task(workload.run(client, plan)))
-        for number in range(given.windows):
-            for load in loads:
-                warm_s = given.again if number and given.beside else given.warm * (not number)
-                await load.window(warm_s, given.window)
-                if given.beside:
-                    await load.pause()
-        for load in loads:
-            load.client.seconds = 0.0
+        running = [asyncio.create_task(workload.run(load.begin(http), plan)) for load in loads]
+        for number, load in itertools.product(range(given.windows), loads):
+            again_s = given.again if given.beside else 0.0
+            await load.window(again_s if number else given.warm, given.window)
+            if given.beside:
+                await load.pause()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

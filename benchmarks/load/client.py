@@ -61,8 +61,7 @@ class Client:
     ) -> None:
         self._http, self._urls, self._mode = http, urls, mode
         self._began = time.monotonic()
-        self.gate = asyncio.Event()  # questions wait for it
-        self.gate.set()
+        self.gate = asyncio.Event()  # questions wait until it is set
         self.num_held = 0
         self.seconds = seconds
         self.answers: list[Answer] = []

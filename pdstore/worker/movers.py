@@ -13,8 +13,8 @@ from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
-from pdstore.store.base import Store, count_of
-from pdstore.store.optional import EvictsByUse, find_optional
+from pdstore.store.base import Store, count_of, stored_among
+from pdstore.store.optional import EvictsByUse, FindsKeys, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.admission import Admission
 from pdstore.worker.job import ChildJob
@@ -43,12 +43,21 @@ class Mover:
         self.way = way
         self.ends = ends
         self.by_use = find_optional(ends.store, EvictsByUse)
+        self._finder = find_optional(ends.store, FindsKeys)
         self.admission = admission if self.by_use is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; renews the leases of these keys."""
         with child.in_store_call():
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
+
+    def num_stored(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
+        """Returns how many leading keys are stored; leases none if the store can search so."""
+        if self._finder is None:
+            return self.num_matched(child, keys)
+        with child.in_store_call():
+            stored = stored_among(self._finder.which_stored(keys), keys, self.ends.store)
+        return next((i for i, key in enumerate(keys) if key not in stored), len(keys))
 
     def remove_wrong(self, child: ChildJob, values: Values) -> None:
         """Reads values and removes the wrong ones; loads nothing. Raises StoreError."""

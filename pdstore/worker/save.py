@@ -201,8 +201,9 @@ class SaveWork(Work):
         shortfall already, no StoreError of the match is raised, so that the first reason stays.
         """
         values, keys = self.prompt.values_from(first_block), self.prompt.keys
+        num_stored = self.mover.num_matched if self.is_awaited else self.mover.num_stored
         try:
-            stored = self.mover.num_matched(child, values.keys)
+            stored = num_stored(child, values.keys)
         except StoreError:
             if shortfall is None:
                 raise

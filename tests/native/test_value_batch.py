@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import threading
+import time
 from array import array
 
 import pytest
@@ -132,15 +133,20 @@ def test_a_value_that_goes_under_its_copy_does_not_count(rig, gone):
     assert rig.store.confirm(copies)[0] == gone, "the same key again is another value"
 
 
-def test_values_that_are_taken_are_leased(library, tmp_path):
-    with contextlib.closing(Rig(library, tmp_path, fresh_s=0)) as rig:
+def test_values_that_are_taken_are_kept_while_they_are_read_and_no_longer(library, tmp_path):
+    fresh_s = 0.4
+    with contextlib.closing(Rig(library, tmp_path, fresh_s=fresh_s)) as rig:
         keys = stored(rig, [3, 5])
-        copies = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
-        others = fresh_keys(2 * (8 << 20) // rig.size)
-        with contextlib.suppress(StoreFull):
-            put(rig.store, others, [bytes(rig.size)] * len(others))
-        assert copies.wait(10)
-        assert rig.store.confirm(copies)[0] == 2
+        time.sleep(fresh_s)
+        for is_kept in (True, False):
+            assert rig.store.match(keys) == 2, "a lookup leases them for longer"
+            copies = rig.store.start_scatter(rig.batch(keys, [6, 7], starts=STARTS))
+            time.sleep(0.0 if is_kept else fresh_s)
+            others = fresh_keys(2 * (8 << 20) // rig.size)
+            with contextlib.suppress(StoreFull):
+                put(rig.store, others, [bytes(rig.size)] * len(others))
+            assert copies.wait(10)
+            assert rig.store.confirm(copies)[0] == 2 * is_kept
 
 
 def test_what_a_dead_process_was_filling_comes_back_though_a_child_of_its_lives(
