@@ -75,7 +75,6 @@ RUN_BY = {
     "benchmarks/device_*": GPU,
     "NAME=* benchmarks/device_*": GPU,
     "*python -m benchmarks.vllm_cpu *": _KNOWS_ITS_OPTIONS,
-    "python -m benchmarks.mooncake_link": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.trace.room *": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.served * --gpus *": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.stores --store redis+cluster:*": _KNOWS_ITS_OPTIONS,
