@@ -11,8 +11,9 @@ one run. `shm@TREE` is a kind of pdstore from another checkout, which --trees na
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
 offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
-pdstore; `relayed` and `concurrent` are P and D; `two` are two instances with one pool behind a
-router, and `two_affinity` behind one that sends a prompt where its prefix went before.
+pdstore; `relayed` and `concurrent` are P and D, `nixl` P and D without a pool; `two` are two
+instances with one pool behind a router, and `two_affinity` behind one that sends a prompt where its
+prefix went before.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def _measured(
     """Starts the servers of some kinds, loads them in turns, and yields a row for each window."""
     with contextlib.ExitStack() as started:
         processes = started.enter_context(Processes())
-        fleet = Fleet(processes, scratch, plan.sizes, given.engine, given.options, is_cpu=given.cpu)
+        how = given.engine, given.options, given.gpus
+        fleet = Fleet(processes, scratch, plan.sizes, *how, is_cpu=given.cpu)
         loads = []
         for name in names:
             pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
@@ -224,6 +226,7 @@ def _parse() -> argparse.Namespace:
     add("--beside", action="store_true", help="start all kinds at once; windows take turns")
     add("--again", type=float, metavar="S", default=8.0, help="before a later window of --beside")
     add("--rates", type=float, nargs="+", help="arrivals a second, each with a start of its own")
+    add("--gpus", nargs="+", default=[], help="of P and of D, as CUDA_VISIBLE_DEVICES names them")
     add("--users", type=int, help="who ask at once")
     add("--pool-gib", type=float, help="size of the host pool")
     add("--gpu", type=int, help="tokens of KV that fit into the engine's own cache")

@@ -23,6 +23,7 @@ from examples.vllm_serve import CPU_ENVIRONMENT
 
 _CEILING_TOKENS = 600_000
 _LMCACHE_PORTS = (6555, 8095, 9095)
+_NIXL_PORTS = (5600, 5650)
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 _SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 _BLOCK = 64
@@ -80,6 +81,7 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "shm_decoded": Kind([instance(arena, PDSTORE_SAVE_DECODED="1")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
         "files": Kind([instance(f"{files}?budget={num_bytes}")]),
+        "nixl": Kind([_nixl("kv_producer", 0), _nixl("kv_consumer", 1)], "relayed"),
         "relayed": Kind(pair, "relayed"),
         "concurrent": Kind(pair, "concurrent"),
         "two": Kind([instance(arena)] * 2, router=()),
@@ -87,9 +89,16 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
     }
 
 
-def _connector(name: str, **extra: object) -> Instance:
-    transfer = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+def _connector(name: str, role: str = "kv_both", **extra: object) -> Instance:
+    transfer = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": extra}
     return Instance(["--kv-transfer-config", json.dumps(transfer)])
+
+
+def _nixl(role: str, number: int) -> Instance:
+    """P or D, each with a port at which the other asks for its memory."""
+    channel = "VLLM_NIXL_SIDE_CHANNEL"
+    where = {f"{channel}_HOST": "127.0.0.1", f"{channel}_PORT": str(_NIXL_PORTS[number])}
+    return Instance(_connector("NixlConnector", role).options, where)
 
 
 def _lmcache(gib: str) -> Kind:
@@ -100,13 +109,14 @@ def _lmcache(gib: str) -> Kind:
     server += ["--no-l1-use-lazy", "--supported-transfer-mode", "lmcache_driven"]
     server += ["--http-host", "127.0.0.1", "--http-port", http, "--prometheus-port", prometheus]
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": int(port)}
-    return Kind([_connector("LMCacheMPConnector", **extra)], service=(server, int(port)))
+    return Kind([_connector("LMCacheMPConnector", "kv_both", **extra)], service=(server, int(port)))
 
 
 class Fleet:
     """Starts the servers of a kind.
 
     engine: `vllm` or `mini`. tree: the checkout that the servers import pdstore from.
+    gpus: of the instances of a kind, in order; the last one also serves all further instances.
     options: of the engine's command line, behind all others.
     """
 
@@ -117,9 +127,11 @@ class Fleet:
         sizes: Sizes,
         engine: Literal["vllm", "mini"],
         options: Sequence[str],
+        gpus: Sequence[str],
         *,
         is_cpu: bool,
     ) -> None:
+        self._gpus = gpus
         self._processes, self._model, self._sizes = processes, scratch / "model", sizes
         self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
 
@@ -144,10 +156,14 @@ class Fleet:
                 f"load-{name}-{number}",
                 [sys.executable, "-m", *command, *each.options, *self._options],
                 partial(is_healthy, urls[number]),
-                environment | dict(each.environment),
+                environment | self._gpu(number) | dict(each.environment),
             )
         self._processes.wait_ready(within_s, lambda text: None)
         return urls, self._start_router(urls, kind.router) if kind.router is not None else urls
+
+    def _gpu(self, number: int) -> dict[str, str]:
+        chosen = self._gpus[min(number, len(self._gpus) - 1)] if self._gpus else None
+        return {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
 
     def _start_router(self, urls: Sequence[str], options: Sequence[str]) -> list[str]:
         (port,) = free_ports(1)

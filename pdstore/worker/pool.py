@@ -175,10 +175,11 @@ class KVPool:
         is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
         """
         first_block = self._first_block(keys, first_token)
-        first_read = first_block if handoff is None else 0  # a hand-off may save any block again
+        first = first_block if handoff is None else 0  # a hand-off may save any block again
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
         is_awaited = is_awaited or handoff is not None or self._mover.admission is None
-        first_asked = 0 if is_awaited else max(0, first_block - 1)
-        prompt = self._prompt(keys, block_ids, first_read, first_asked)
+        first = 0 if is_awaited else max(0, first_block - 1)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the save begins, whose end ends the beats
@@ -234,8 +235,10 @@ class KVPool:
         engine_block = self.layout.engine_block_tokens
         if first_token % engine_block:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
-        prompt = self._prompt(keys, block_ids, first_block, first_block)
-        check_windows(self.layout, prompt.tables)
+        num_blocks = self._swap.num_blocks
+        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        check_windows(self.layout, tables)
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
         wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
@@ -312,18 +315,6 @@ class KVPool:
         self._heartbeat.end_beats(handoff)
         if not job.durable:
             self.abort_handoff(handoff)
-
-    def _prompt(
-        self,
-        keys: PromptKeys,
-        block_ids: Sequence[int] | BlockTables,
-        first_read: int,
-        first_asked: int,
-    ) -> PromptBlocks:
-        """Returns a prompt's blocks. The engine blocks are there from block `first_read` on."""
-        num_blocks = self._swap.num_blocks
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_read)
-        return PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_asked)
 
     def _first_block(self, keys: PromptKeys, first_token: int) -> int:
         """Returns the block that `first_token` is in. Raises LayoutError for bad arguments."""
