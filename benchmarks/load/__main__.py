@@ -44,8 +44,9 @@ from examples.demo.processes import ROOT, DemoError, Processes
 COLUMNS = ["kind", "window", "rate", "answers/s", "tokens/s"]
 TIMES = ["first turn p50, s", "p90", "p99", "later turn p50, s", "later p90", "later p99"]
 TIMES += ["between mean, ms", "between p90", "between p99", "beyond P p50, ms", "beyond P p99"]
-COUNTS = ["loaded tokens", "preempted", "unanswered", "errors"]
+COUNTS = ["loaded tokens", "computed tokens", "preempted", "unanswered", "errors"]
 _LOADED = ("vllm:external_prefix_cache_hits_total", "pdstore_tokens_total:loaded")
+_COMPUTED = "vllm:prompt_tokens_by_source_total:local_compute"
 _PREEMPTED = "vllm:num_preemptions_total"
 _WARM_UP = 3
 
@@ -155,7 +156,7 @@ class _Load:
             counts = (sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
             return int(max(counts))
 
-        self.windows.append((begin, [more(*_LOADED), more(_PREEMPTED)]))
+        self.windows.append((begin, [more(*_LOADED), more(_COMPUTED), more(_PREEMPTED)]))
 
     async def pause(self) -> None:
         self.client.gate.clear()

@@ -53,6 +53,18 @@ def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     assert_loaded(p, d, 200)
 
 
+def test_what_nobody_waits_for_is_not_leased_when_it_is_stored(instance):
+    """Else a busy pool is full of leases, and refuses the next prompts."""
+    now, size = [0.0], HEADER_BYTES + BLOCK_BYTES
+    small = MemoryStore(budget=4 * size, lease_s=10.0, clock=lambda: now[0])
+    p = instance(over=small)
+    assert save(p, range(192)).num_tokens == 192
+    now[0] += 2.0
+    (first,) = fresh_keys(1)
+    assert put(small, [first], [bytes(2 * size)]) == 1
+    assert small.match(p.cache.keys(range(192)).store_keys(p.layout.parts)) < 3
+
+
 def test_a_handoffs_blocks_are_leased_as_soon_as_they_are_stored(instance):
     """Others fill the pool while the rest of the hand-off is still on its way."""
     now, size = [0.0], HEADER_BYTES + BLOCK_BYTES
