@@ -108,7 +108,7 @@ class NativeArena:
     """An open arena. Any thread may call it. A call that fails raises a StoreError.
 
     fd: the file's descriptor; the caller closes it.
-    times: five times in seconds: the lease that a match or a load gives; how long a new value is
+    times: five times in seconds: the lease that a match gives; how long a new value is
       not evicted; how long tails and markers live after their last use; how long slots that a dead
       process had reserved are not reused; how long a call waits for the lock before it raises
       StoreTimeout.
@@ -264,7 +264,7 @@ class NativeArena:
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
     def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
-        """Leases values and starts to scatter them; the caller must wait for the ticket.
+        """Starts to scatter values and ends their leases soon; the caller must wait for the ticket.
 
         memory: the address where this process maps the arena's values.
         Returns None, and copies nothing, if a value is missing, if the call finds a wrong value, or

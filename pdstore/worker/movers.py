@@ -52,7 +52,7 @@ class Mover:
             return count_of(self.ends.store.match(keys), keys, self.ends.store)
 
     def num_stored(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading keys are stored; leases none if the store can search so."""
+        """Returns how many leading keys are stored; leases none if the store is FindsKeys."""
         if self._finder is None:
             return self.num_matched(child, keys)
         with child.in_store_call():

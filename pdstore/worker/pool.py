@@ -178,8 +178,8 @@ class KVPool:
         first = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
         is_awaited = is_awaited or handoff is not None or self._mover.admission is None
-        first = 0 if is_awaited else max(0, first_block - 1)
-        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first)
+        asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
+        prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
         if handoff is not None and handoff.is_doubtful:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the save begins, whose end ends the beats

@@ -185,7 +185,7 @@ class ArenaStore(Store):
         return self._arena.fill(batches, address_of(memory), kinds)
 
     def start_scatter(self, batch: ValueBatch) -> Ticket | None:
-        """Leases all values of a batch and starts to scatter them from the arena's memory.
+        """Starts to scatter all values of a batch from the arena's memory; ends their leases soon.
 
         Returns None, and copies nothing, if any value is missing or is seen to be wrong, or if the
         lock is not free in time. Values may be evicted during the copies and are verified after
