@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import math
 import random
 import statistics
 import sys
@@ -81,47 +80,44 @@ def measure(given: argparse.Namespace, workload: Workload) -> Report:
     random.Random(given.order).shuffle(names)
     with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
         for together in [names] if given.beside else [[name] for name in names]:
-            for rate in given.rates or [sizes.rate]:
-                plan = Plan(replace(sizes, rate=rate), given.seed, given.trace)
-                try:
-                    for name, row in _measured(given, workload, plan, together, Path(scratch)):
-                        report.add(name, *row)
-                        _show(name, row)
-                except DemoError as error:
-                    report.notes.append(f"{together}: {error}")
-                if given.json is not None:
-                    given.json.write_text(report.json() + "\n")
+            try:
+                for name, row in _measured(given, workload, sizes, together, Path(scratch)):
+                    report.add(name, *row)
+                    _show(name, row)
+            except DemoError as error:
+                report.notes.append(f"{together}: {error}")
+            if given.json is not None:
+                given.json.write_text(report.json() + "\n")
     return report
 
 
 def _measured(
-    given: argparse.Namespace, workload: Workload, plan: Plan, names: list[str], scratch: Path
+    given: argparse.Namespace, workload: Workload, sizes: Sizes, names: list[str], scratch: Path
 ) -> Iterator[tuple[str, list[Cell]]]:
-    """Starts the servers of some kinds, loads them in turns, and yields a row for each window."""
+    """Starts the servers of some kinds, loads them in turns, and yields a row for each window.
+
+    Every rate has prompts of its own, since the pools keep those of the rates before.
+    """
     with contextlib.ExitStack() as started:
         processes = started.enter_context(Processes())
         how = given.engine, given.options, given.gpus
-        fleet = Fleet(processes, scratch, plan.sizes, *how, is_cpu=given.cpu)
-        loads = []
+        fleet = Fleet(processes, scratch, sizes, *how, is_cpu=given.cpu)
+        servers = []
         for name in names:
             pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
             what, *settings = name.split("+")
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT
-            kind = kinds(pool, plan.sizes, dict(map(_pair, settings)))[what]
+            kind = kinds(pool, sizes, dict(map(_pair, settings)))[what]
             urls, asked = fleet.start(what, kind, root, given.start_seconds)
-            loads.append(_Load(name, kind.mode, urls, asked))
-        asyncio.run(_take_turns(given, workload, plan, loads))
-        processes.check()
-    for load in loads:
-        for number, (begin, counts) in enumerate(load.windows):
-            ended = [a for a in load.client.answers if 0 <= a.times[-1] - begin < given.window]
-            own: list[Cell] = [number + 1, plan.sizes.rate, len(ended) / given.window]
-            tokens = sum(len(a.ids) for a in ended) / given.window
-            unanswered = load.client.num_open if number + 1 == given.windows else 0
-            yield load.name, [*own, tokens, *_times(ended), *counts, unanswered, load.num_errors]
-        for error in load.client.errors[:3]:
-            print(error, file=sys.stderr)
+            servers.append((name, kind.mode, urls, asked))
+        for number, rate in enumerate(given.rates or [sizes.rate]):
+            plan = Plan(replace(sizes, rate=rate), given.seed + number, given.trace)
+            loads = [_Load(*each) for each in servers]
+            asyncio.run(_take_turns(given, workload, plan, loads))
+            processes.check()
+            for load in loads:
+                yield from ((load.name, row) for row in load.rows(given.window, rate))
 
 
 @dataclass
@@ -136,12 +132,19 @@ class _Load:
 
     def begin(self, http: httpx.AsyncClient) -> Client:
         """Returns a client whose users wait until a window begins."""
-        self.client = Client(http, self.asked, self.mode, math.inf)
+        self.client = Client(http, self.asked, self.mode)
         return self.client
 
-    @property
-    def num_errors(self) -> int:
-        return len(self.client.errors)
+    def rows(self, window_s: float, rate: float) -> Iterator[list[Cell]]:
+        """Yields a row for each window; the last one has the questions without an answer."""
+        for number, (begin, counts) in enumerate(self.windows, 1):
+            ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < window_s]
+            tokens = sum(len(a.ids) for a in ended)
+            own: list[Cell] = [number, rate, len(ended) / window_s, tokens / window_s]
+            unanswered = self.client.num_open if number == len(self.windows) else 0
+            yield [*own, *_times(ended), *counts, unanswered, len(self.client.errors)]
+        for error in self.client.errors[:3]:
+            print(error, file=sys.stderr)
 
     async def window(self, warm_s: float, seconds: float) -> None:
         """Lets the users ask for a while; returns when all that they asked is answered."""
@@ -226,7 +229,7 @@ def _parse() -> argparse.Namespace:
     add("--warm", type=float, metavar="S", help="before the first window; default: 15, 3")
     add("--beside", action="store_true", help="start all kinds at once; windows take turns")
     add("--again", type=float, metavar="S", default=8.0, help="before a later window of --beside")
-    add("--rates", type=float, nargs="+", help="arrivals a second, each with a start of its own")
+    add("--rates", type=float, nargs="+", help="arrivals a second, one after the other")
     add("--gpus", nargs="+", default=[], help="of P and of D, as CUDA_VISIBLE_DEVICES names them")
     add("--users", type=int, help="who ask at once")
     add("--pool-gib", type=float, help="size of the host pool")

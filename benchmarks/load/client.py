@@ -53,17 +53,13 @@ class Client:
     """Asks one instance, or P and D.
 
     urls: of the instance; or of P, then of D.
-    seconds: how long the load lasts; what is not answered then is left.
     """
 
-    def __init__(
-        self, http: httpx.AsyncClient, urls: list[str], mode: Mode, seconds: float
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, urls: list[str], mode: Mode) -> None:
         self._http, self._urls, self._mode = http, urls, mode
         self._began = time.monotonic()
         self.gate = asyncio.Event()  # questions wait until it is set
         self.num_held = 0
-        self.seconds = seconds
         self.answers: list[Answer] = []
         self.errors: list[str] = []
         self.num_asked = 0
@@ -77,10 +73,6 @@ class Client:
     def num_open(self) -> int:
         """The number of questions that a server has and has not answered."""
         return self.num_asked - self.num_held - len(self.answers) - len(self.errors)
-
-    @property
-    def is_over(self) -> bool:
-        return self.now >= self.seconds
 
     async def ask(self, prompt: list[int], max_tokens: int, turn: int = 0) -> list[int]:
         """Streams an answer and returns its token ids; none where it failed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +78,7 @@ class Plan(NamedTuple):
 
 
 Run = Callable[[Client, Plan], Coroutine[Any, Any, None]]
+"""Asks until it is cancelled."""
 
 
 async def turns(client: Client, plan: Plan) -> None:
@@ -85,7 +88,7 @@ async def turns(client: Client, plan: Plan) -> None:
 
     async def user(slot: int) -> None:
         await asyncio.sleep(0.1 * slot)
-        while not client.is_over:
+        while True:
             name = next(serial)
             draw = random.Random(repr((plan.seed, name)))
             most = sizes.longest - sizes.turns * (sizes.question[1] + sizes.answer) - sizes.system
@@ -94,8 +97,6 @@ async def turns(client: Client, plan: Plan) -> None:
             for turn in range(sizes.turns):
                 history += plan.tokens(draw.randint(*sizes.question), name, turn)
                 history += await client.ask(history, sizes.answer, turn)
-                if client.is_over:
-                    return
                 await asyncio.sleep(draw.uniform(*sizes.think_s))
 
     await _all(user(slot) for slot in range(sizes.users))
@@ -107,7 +108,7 @@ async def unique(client: Client, plan: Plan) -> None:
 
     async def user(slot: int) -> None:
         await asyncio.sleep(0.1 * slot)
-        while not client.is_over:
+        while True:
             name = next(serial)
             draw = random.Random(repr((plan.seed, name)))
             length = int(draw.lognormvariate(math.log(sizes.document), 0.5))
@@ -134,7 +135,7 @@ async def agent(client: Client, plan: Plan) -> None:
 async def convoy(client: Client, plan: Plan) -> None:
     """Users who all ask at once, with one long prefix; then the next ones, with another."""
     sizes, number, pause_s = plan.sizes, 0, plan.sizes.think_s[0]
-    while not client.is_over:
+    while True:
         shared = plan.tokens(sizes.document, "convoy", number)
         prompts = [
             shared + plan.tokens(sizes.question[0], number, user) for user in range(sizes.users)
@@ -157,34 +158,41 @@ async def pd(client: Client, plan: Plan) -> None:
 
 async def trace(client: Client, plan: Plan) -> None:
     """A trace's requests at the trace's times; its hash ids say what prompts share."""
-    asked = []
-    for request in plan.requests():
-        await asyncio.sleep(max(0.0, request.at_s - client.now))
-        if client.is_over:
-            break
-        prompt = [
-            token for block in request.blocks for token in plan.tokens(TRACE_BLOCK, "block", block)
-        ]
-        most = plan.sizes.answer
-        ask = client.ask(prompt[: request.num_tokens], max(1, min(request.num_decoded, most)))
-        asked.append(asyncio.create_task(ask))
-    await _all(asked)
+    async with _started() as start:
+        for request in plan.requests():
+            await asyncio.sleep(max(0.0, request.at_s - client.now))
+            prompt = [
+                token
+                for block in request.blocks
+                for token in plan.tokens(TRACE_BLOCK, "block", block)
+            ]
+            most = max(1, min(request.num_decoded, plan.sizes.answer))
+            start(client.ask(prompt[: request.num_tokens], most))
+        await asyncio.Event().wait()
 
 
 async def _arriving(
-    client: Client, plan: Plan, start: Callable[[int], Coroutine[Any, Any, None]]
+    client: Client, plan: Plan, work: Callable[[int], Coroutine[Any, Any, None]]
 ) -> None:
-    """Starts one after the other at random times, `rate` a second; ends with the load."""
+    """Starts one after the other at random times, `rate` a second, while questions are taken."""
     draw = random.Random(repr((plan.seed, "arrivals")))
-    tasks: list[asyncio.Task[None]] = []
-    at = 0.0
-    while not client.is_over:
-        tasks.append(asyncio.create_task(start(len(tasks))))
-        at += draw.expovariate(plan.sizes.rate)
-        await asyncio.sleep(max(0.0, at - client.now))
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with _started() as start:
+        for number in itertools.count():
+            await client.gate.wait()
+            start(work(number))
+            await asyncio.sleep(draw.expovariate(plan.sizes.rate))
+
+
+@contextlib.asynccontextmanager
+async def _started() -> AsyncIterator[Callable[[Coroutine[Any, Any, Any]], None]]:
+    """Gives a function that starts work; what has not ended at the end is cancelled."""
+    tasks: set[asyncio.Task[Any]] = set()
+    try:
+        yield lambda work: tasks.add(asyncio.create_task(work))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _all(work: Any) -> None:

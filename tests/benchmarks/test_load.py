@@ -14,16 +14,17 @@ from benchmarks.load.workloads import WORKLOADS, Plan
 
 
 class Listener:
-    """Answers at once, and keeps what it was asked; the load is over after so many questions."""
+    """Answers at once, and keeps what it was asked; the question that is too many has no answer."""
 
     def __init__(self, most=40):
         self.asked, self.now, self._most = [], 0.0, most
-
-    @property
-    def is_over(self):
-        return len(self.asked) >= self._most
+        self.gate, self.has_enough = asyncio.Event(), asyncio.Event()
+        self.gate.set()
 
     async def ask(self, prompt, max_tokens, turn=0):
+        if len(self.asked) == self._most:
+            self.has_enough.set()
+            await asyncio.Event().wait()
         self.now += 0.01
         self.asked.append((turn, tuple(prompt)))
         return [1] * max_tokens
@@ -31,9 +32,18 @@ class Listener:
 
 def asked_by(name, trace=None, seed=1):
     sizes = replace(WORKLOADS[name].sizes.shrunk(), think_s=(0.0, 0.0), users=2, rate=1e4)
-    listener = Listener()
-    asyncio.run(WORKLOADS[name].run(listener, Plan(sizes, seed, trace)))
-    return sizes, listener.asked
+
+    async def ask():
+        listener = Listener()
+        asking = asyncio.create_task(WORKLOADS[name].run(listener, Plan(sizes, seed, trace)))
+        await listener.has_enough.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return listener.asked
+
+    return sizes, asyncio.run(ask())
 
 
 @pytest.fixture
