@@ -181,7 +181,7 @@ int32_t Arena::close() {
   return PDS_OK;
 }
 
-int32_t Arena::find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock_ns) {
+int32_t Arena::find(const Keys &keys, Lease lease, uint8_t *stored, int64_t lock_ns) {
   std::vector<uint32_t> found;
   found.reserve(keys.size());
   return locked(lock_ns, [&](int64_t now) {
@@ -191,11 +191,13 @@ int32_t Arena::find(const Keys &keys, bool leases, uint8_t *stored, int64_t lock
       const uint32_t id = index_.find(keys[i], now);
       stored[i] = id != kNone;
       if (id != kNone) found.push_back(id);
-      if (leases && id == kNone) break;
+      if (lease != Lease::kNone && id == kNone) break;
     }
-    if (!leases) return;
+    if (lease == Lease::kNone) return;
     // the first block of a chain becomes the newest: one without those before it is worth nothing
-    for (auto id = found.rbegin(); id != found.rend(); ++id) index_.touch(*id, now);
+    for (auto id = found.rbegin(); id != found.rend(); ++id) {
+      if (lease == Lease::kAll || !index_.was_read(*id)) index_.touch(*id, now);
+    }
   });
 }
 

@@ -31,6 +31,7 @@ namespace {
 
 using pds::arena::Arena;
 using pds::arena::Keys;
+using pds::arena::Lease;
 using pds::arena::Places;
 
 constexpr int64_t kBatch = 64;  // values that are reserved or borrowed at a time
@@ -137,9 +138,10 @@ extern "C" int32_t pds_arena_free(pds_arena *arena) {
 }
 
 extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                  int64_t num_keys, int32_t leases, uint8_t *stored) {
+                                  int64_t num_keys, int32_t lease, uint8_t *stored) {
+  if (lease < 0 || lease > static_cast<int32_t>(Lease::kUnread)) return PDS_ERR_ARGUMENT;
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.find(all, leases != 0, stored, lock_ns);
+    return a.find(all, static_cast<Lease>(lease), stored, lock_ns);
   });
 }
 

@@ -59,6 +59,7 @@ class Unlock {
 struct Damaged {};
 
 enum class MayGo { kUnkept, kKept };  // for a new value
+enum class Lease { kNone, kAll, kUnread };  // of the stored keys that are found
 
 // The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
@@ -83,6 +84,12 @@ class Index {
   void touch(uint32_t id, int64_t now);
   // Ends a slot's lease soon: whoever waited for the value reads it now.
   void begin_read(uint32_t id, int64_t now) { slot(id).lease_end = now + times_.fresh_ns; }
+  // Whether a read began behind the slot's last lease or its publication: only a read leaves such
+  // an end. False for a read at the very end of a lease.
+  bool was_read(uint32_t id) {
+    const int64_t end = slot(id).lease_end, used_at = slot(id).used_at;
+    return end > used_at + times_.fresh_ns && end < used_at + times_.lease_ns;
+  }
   // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
   // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
   // that were used before `now`.

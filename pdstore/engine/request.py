@@ -188,9 +188,12 @@ class EngineRequest:
             with contextlib.suppress(TimeoutError):
                 self.found = self._lookup.wait(wait_s)
         self._was_polled = True
-        if self.found is not None:
-            self.timer.end("wait")
-        return self.found is not None
+        if self.found is None:
+            return False
+        self.timer.end("wait")
+        if self.handoff is None and self.found.follow is None:  # also what the engine has anyway
+            self.num_saved = self.found.num_tokens
+        return True
 
     def find(self, num_present: int, num_tokens: int) -> int:
         """Returns how many leading tokens the engine can have after a load.
@@ -254,6 +257,7 @@ class EngineRequest:
         if num_loaded < plan.num_tokens:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
+            self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
         if not self._is_fed:  # if it was preempted, its client has a first token already
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)

@@ -37,9 +37,9 @@ class _Piece(NamedTuple):
 class SaveWork(Work):
     """Saves blocks; then one match of all of them says how many another process can load.
 
-    A save without a hand-off skips the blocks that are stored, and matches only its own blocks at
-    the end. A save with a hand-off matches the whole prompt at the end, saves again what the store
-    lost meanwhile, and then tells D.
+    A save without a hand-off skips the leading blocks that are stored when it begins, and matches
+    only its own blocks at the end. A save with a hand-off matches the whole prompt at the end,
+    saves again what the store lost meanwhile, and then tells D.
 
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.
@@ -51,7 +51,7 @@ class SaveWork(Work):
     first_block: int
     handoff: HandoffId | None = None
     is_awaited: bool = False
-    _is_admitted: bool | None = field(default=None, init=False)
+    _planned: tuple[int, bool] | None = field(default=None, init=False)
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
     _are_all: bool = field(default=False, init=False)  # True: all blocks are released
     _num_copying: int = field(default=0, init=False)  # released and not copied yet
@@ -97,45 +97,44 @@ class SaveWork(Work):
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
+        first, is_admitted = self._plan(child)
+        if not is_admitted:
+            return Reason.NOT_ADMITTED
         moves = []
-        for piece in pieces:
-            ready = self.mover.ends.swap.to_follow(piece.ready)
-            values = self.prompt.values(piece.blocks, piece.layer_range)
-            if self.handoff is None:
-                num_stored = self.mover.num_matched(child, values.keys)
-                self._note_uses(piece, values, num_stored)
-                values = values[num_stored:]
-            if values:
+        for blocks, layer_range, event in pieces:
+            ready = self.mover.ends.swap.to_follow(event)
+            missing = BlockRange(min(max(blocks.first, first), blocks.stop), blocks.stop)
+            if values := self.prompt.values(missing, layer_range):
                 moves.append(Move(values, ready, mends=partial(self._makes_room, child)))
             else:
                 self._note_copied(child)
         if not moves:
             return None
-        if not self._admits(child):
-            return Reason.NOT_ADMITTED
         reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
             for move in moves:  # renews their leases, because D loads them later
                 self.mover.num_matched(child, move.values.keys)
         return reason
 
-    def _note_uses(self, piece: _Piece, values: Values, num_stored: int) -> None:
-        """Tells the admission that blocks are used, one time for all of their layer ranges."""
-        admission, first = self.mover.admission, self.prompt.layout.held_ranges[0]
-        if admission is not None and piece.layer_range in (None, first):
-            (start, stop), end = piece.blocks, values.num_whole(num_stored)
-            missing = values.numbers[end] if end < len(values) else stop
-            admission.found(self.prompt.keys.hashes(start, missing))
-            admission.saved(self.prompt.keys.hashes(missing, stop))
-
-    def _admits(self, child: ChildJob) -> bool:
-        """Returns whether the save may evict; the first share decides for all of its shares."""
-        if self._is_admitted is None:
-            answer = self.is_awaited or self._is_worth_it(child)
+    def _plan(self, child: ChildJob) -> tuple[int, bool]:
+        """Returns the first block to save, and whether the save may evict, for all shares."""
+        if self._planned is None:
+            first = self._first_not_stored(child) if self.handoff is None else self.first_block
+            is_done = first == len(self.prompt.keys)
+            planned = first, self.is_awaited or is_done or self._is_worth_it(child, first)
             with self.lock:
-                if self._is_admitted is None:
-                    self._is_admitted = answer
-        return self._is_admitted
+                self._planned = self._planned or planned
+        return self._planned
+
+    def _first_not_stored(self, child: ChildJob) -> int:
+        """Matches the save's blocks, and tells the admission that they are used."""
+        values, num_blocks = self.prompt.values_from(self.first_block), len(self.prompt.keys)
+        num_stored = self.mover.num_matched(child, values.keys)
+        first = values.numbers[num_stored] if num_stored < len(values) else num_blocks
+        if self.mover.admission is not None:
+            self.mover.admission.found(self.prompt.keys.hashes(self.first_block, first))
+            self.mover.admission.saved(self.prompt.keys.hashes(first, num_blocks))
+        return first
 
     def _makes_room(self, child: ChildJob, error: StoreError) -> bool:
         """Makes a full store evict, even leased values, for what it lacks of an awaited prompt."""
@@ -145,16 +144,16 @@ class SaveWork(Work):
         with child.in_store_call():
             return by_use.make_room(values.keys, values.sizes)
 
-    def _is_worth_it(self, child: ChildJob) -> bool:
-        """True if there is room, or if the admission agrees and the previous block is stored."""
+    def _is_worth_it(self, child: ChildJob, first: int) -> bool:
+        """True if there is room, or if the admission agrees and the block before is stored."""
         admission, by_use = self.mover.admission, self.mover.by_use
         if admission is None or by_use is None:
             return True
         with child.in_store_call():
-            oldest_s = by_use.oldest_age_s(self.prompt.values_from(self.first_block).sizes)
+            oldest_s = by_use.oldest_age_s(self.prompt.values_from(first).sizes)
         if oldest_s is None or not admission.admits(oldest_s):
             return oldest_s is None
-        before = self.prompt.values(BlockRange(max(0, self.first_block - 1), self.first_block)).keys
+        before = self.prompt.values(BlockRange(max(0, first - 1), first)).keys
         return not before or self.mover.num_matched(child, before) == len(before)
 
     def _note_copied(self, child: ChildJob) -> None:

@@ -90,6 +90,17 @@ def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_sa
     assert (save.first_token, save.keys.num_tokens) == (128, 300)
 
 
+def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_load(
+    request_of, instance_
+):
+    saved(instance_, PROMPT[:192])
+    request = request_of(may_load=True)
+    eventually(request.poll)
+    assert request.find(256, len(PROMPT)) == 256
+    [save] = compute(request, 44, start=256)
+    assert (save.first_token, save.first_read, save.keys.num_tokens) == (192, 192, 300)
+
+
 @pytest.mark.parametrize(("on_miss", "failure"), [("fail", Reason.LOST), ("compute", None)])
 def test_a_hand_off_that_fell_short_fails_its_request_where_the_setting_says_so(
     request_of, instance_, on_miss, failure

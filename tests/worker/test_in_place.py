@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from pdstore.errors import Reason, StoreTimeout
 from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
+from pdstore.store.base import FRESH_S
 from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.native import NativeSwap
@@ -72,6 +74,29 @@ def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path
     other.close()
 
 
+def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
+    instance, store, arena, monkeypatch
+):
+    """D may load while P saves. A busy pool would be full of the leases of what D has already."""
+    p, fill = instance(range_bytes=1), store.fill
+    keys = p.cache.keys(range(320))
+    names = keys.store_keys(p.layout.parts)
+
+    def fill_and_read(batches):
+        filled = fill(batches)
+        there = [key for batch in batches for key in batch.keys]
+        arena.match(there)
+        get(arena, there, [SIZE] * len(there))
+        return filled
+
+    monkeypatch.setattr(store, "fill", fill_and_read)
+    handoff, _ = p.cache.announce(keys)
+    assert p.pool.save(keys, P_BLOCKS, handoff=handoff).wait(20) == JobResult(320)
+    time.sleep(FRESH_S)
+    assert arena.oldest_age_s([SIZE] * 1000) is not None, "nothing may go"
+    assert arena.match(names) == 5
+
+
 def test_what_a_call_did_not_store_is_stored_block_by_block(instance, store, monkeypatch):
     """The first call stores one range; then the arena's lock is not free in time, twice."""
     fill, sizes = store.fill, []
@@ -103,9 +128,9 @@ def test_what_a_handoff_lost_is_saved_again_range_by_range(instance, store, aren
             arena.remove(keys_of(p, 320)[:1])
         return filled
 
-    match = store.match
+    renew = store.renew
     monkeypatch.setattr(store, "fill", lose_the_first)
-    monkeypatch.setattr(store, "match", lambda keys: leased.append(list(keys)) or match(keys))
+    monkeypatch.setattr(store, "renew", lambda keys: leased.append(list(keys)) or renew(keys))
     assert save(p, range(320), handoff=handoff).num_tokens == 320
     assert sizes == [[1] * 5, *[[1]] * 5]
     assert [keys_of(p, 320)[4]] in leased, "a range is leased although one before it is lost"

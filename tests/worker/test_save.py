@@ -28,6 +28,25 @@ def test_what_is_stored_is_not_moved_again(p):
     assert before == after == 200
 
 
+def test_a_save_asks_once_what_is_stored_however_many_shares_it_has(store, instance):
+    """Each answer takes Python's lock from the thread that launches the model's steps."""
+    asked = []
+
+    class Listening(WrapperStore):
+        def match(self, keys):
+            asked.append(len(keys))
+            return super().match(keys)
+
+    p = instance(over=Listening(store), workers=2, range_bytes=1)  # a share for each block
+    save(p, range(128))
+    asked.clear()
+    assert save(p, range(320)).num_tokens == 320
+    assert set(asked) == {5}
+    assert len(asked) <= 2, "one answer, or one for each worker that begins with it"
+    saved = p.pool.metrics.registry.get_sample_value
+    assert saved("pdstore_tokens_total", {"verb": "saved"}) == 320  # none of them twice
+
+
 def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     class Forgetful(WrapperStore):
         """Loses one earlier block the moment the last one is put."""

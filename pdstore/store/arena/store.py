@@ -17,6 +17,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import (
     ArenaCounts,
     Filled,
+    Lease,
     NativeArena,
     ValueBatch,
 )
@@ -138,11 +139,15 @@ class ArenaStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._enter(keys)
-        return sum(self._arena.find(keys, leases=True))
+        return sum(self._arena.find(keys, Lease.ALL))
+
+    def renew(self, keys: Sequence[BlockKey]) -> int:
+        self._enter(keys)
+        return sum(self._arena.find(keys, Lease.UNREAD))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter(keys)
-        return self._arena.find(keys, leases=False)
+        return self._arena.find(keys, Lease.NONE)
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()

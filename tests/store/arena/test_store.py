@@ -18,7 +18,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.values import put, run_together
+from pdstore.testing.values import get, put, run_together
 from tests.support.random_calls import PLAY, play_random_calls
 
 MIB = 1 << 20
@@ -101,6 +101,19 @@ def fill_with_leased_blocks(store) -> list[BlockKey]:
             stored.append(key)
     assert store.match(stored) == len(stored)
     return stored
+
+
+def test_a_renewal_leases_what_nobody_has_read_since_its_lease(open_arena):
+    store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
+    keys, new = fresh_keys(16), fresh_keys(9)
+    for key in keys:
+        put(store, [key], [content(key, SIZE)])
+    assert store.renew(keys) == 16, "a put alone is no read"
+    get(store, keys[:8], [SIZE] * 8)
+    assert store.renew([*keys, new[0]]) == 16
+    for key in new:
+        assert put(store, [key], [content(key, SIZE)]) == 1
+    assert store.which_stored(keys) == [False] * 8 + [True] * 8
 
 
 def test_a_marker_takes_the_oldest_markers_place_where_all_is_kept(open_arena):
