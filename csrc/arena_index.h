@@ -84,8 +84,8 @@ class Index {
   void touch(uint32_t id, int64_t now);
   // Ends a slot's lease soon: whoever waited for the value reads it now.
   void begin_read(uint32_t id, int64_t now) { slot(id).lease_end = now + times_.fresh_ns; }
-  // Whether a read began behind the slot's last lease or its publication: only a read leaves such
-  // an end. False for a read at the very end of a lease.
+  // True if a read began after the slot's last lease or its publication: only a read leaves such an
+  // end. False for a read at the very end of a lease.
   bool was_read(uint32_t id) {
     const int64_t end = slot(id).lease_end, used_at = slot(id).used_at;
     return end > used_at + times_.fresh_ns && end < used_at + times_.lease_ns;

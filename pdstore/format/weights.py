@@ -26,11 +26,9 @@ _READ_BYTES = 1 << 20
 def weights_revision(model: str | Path, settings: Settings) -> str:
     """Returns PDSTORE_WEIGHTS if it is set, else the hub's commit, else a digest of the files.
 
-    The digest covers the names, sizes and contents of the files, but no directory's name and no
-    time. Large files are read in part (`file_digest`). The digests of two checkpoints differ if a
-    whole tensor was changed, as training does. They may be equal if the checkpoints differ only in
-    a few rows of a large tensor, for example of an embedding. Then give each checkpoint a name of
-    its own by PDSTORE_WEIGHTS.
+    The digest covers the names, sizes and contents of the files. Large files are read in part
+    (`file_digest`), so checkpoints that differ only in a few rows of a large tensor may have the
+    same digest. Then give each checkpoint a name of its own by PDSTORE_WEIGHTS.
 
     model: a checkpoint's directory. The commit is known only for a snapshot's directory in the
       cache of the Hugging Face hub, because it is that directory's name.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,14 +35,6 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.VALUE: (StoreError, "has lost values while they were stored"),
     abi.Code.LENGTH: (errors.WrongLength, "has a value of another length"),
 }
-
-
-class Lease(enum.IntEnum):
-    """The stored keys that a `find` leases. UNREAD: not those read since their lease or put."""
-
-    NONE = 0
-    ALL = 1
-    UNREAD = 2
 
 
 class ArenaCounts(NamedTuple):
@@ -152,15 +143,17 @@ class NativeArena:
         if self._handle:
             self._calls.pds_arena_free(self._handle)
 
-    def find(self, keys: Sequence[str], lease: Lease) -> list[bool]:
+    def find(self, keys: Sequence[str], *, leases: bool, spares_read: bool = False) -> list[bool]:
         """Returns for each key whether it is stored.
 
-        With a lease, keys after the first missing one are not looked up, and count as missing.
+        leases: True to lease the leading values that are stored. Then the keys after the first
+          missing one are not looked up, and count as missing.
+        spares_read: True to leave out those that were read since their last lease or their put.
         """
         # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
-        values = joined(keys), len(keys), lease, stored
+        values = joined(keys), len(keys), leases + spares_read, stored
         if len(keys) <= _SHORT_BATCH:
             code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
         if code == abi.Code.TIMEOUT:

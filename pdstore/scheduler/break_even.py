@@ -70,11 +70,9 @@ class _Prompt:
 class PromptTimes:
     """Decides which part of each prompt is loaded, by the measured times to load and to compute.
 
-    - `auto` compares two times: to load what was found behind all tokens that are being loaded,
-      and to compute what was found behind all tokens that wait to be computed. The first time is
-      multiplied by a token's load time divided by its computing time (by the square of this ratio
-      if it is below 1), because a slow load delays the loads behind it. Until both times are
-      measured, the first prompt is loaded, and later ones are loaded or computed to measure both.
+    - `auto` compares the times to load and to compute what was found, each behind all tokens that
+      wait for the same, and favours the cheaper way. Until both times are measured, the first
+      prompt is loaded, and later ones are loaded or computed to measure both.
     - While `auto` computes all prompts, one request in `probe_every` still loads the first part of
       what was found, to notice if the store has become fast.
     - `never` computes all prompts. With PDSTORE_LOAD=always there is no PromptTimes.

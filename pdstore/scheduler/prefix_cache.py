@@ -41,8 +41,7 @@ class PrefixCacheManager:
     lookup_wait_s: how long a lookup without a hand-off waits for the store's answer.
     weights_of: a function that returns the weights' revision for given settings. With it, D warns
       if P and D have the same PDSTORE_WEIGHTS but different weight files.
-    Raises ConfigError for a bad store URL, StoreError if PDSTORE_REQUIRE_STORE is set and the store
-    does not answer.
+    Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
     """
 
     def __init__(

@@ -128,14 +128,6 @@ class EvictsByUse(Protocol):
         """
 
 
-@runtime_checkable
-class EndsLeases(Protocol):
-    """A store in which a read ends the lease of a value, since whoever waited for it has it."""
-
-    def renew(self, keys: Sequence[BlockKey]) -> int:
-        """As `match`, but leases no value again that was read since its last lease, or its put."""
-
-
 P = TypeVar("P")
 
 _VERBS: Mapping[str, str] = {

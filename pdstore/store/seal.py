@@ -17,14 +17,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
-from pdstore.store.optional import (
-    EndsLeases,
-    EvictsByUse,
-    FindsKeys,
-    TellsChanges,
-    TellsRoom,
-    find_optional,
-)
+from pdstore.store.optional import EvictsByUse, FindsKeys, TellsChanges, TellsRoom, find_optional
 from pdstore.store.wrappers import WrapperStore
 
 if TYPE_CHECKING:  # pdstore without extras does not install `cryptography`
@@ -52,7 +45,7 @@ class Encrypted(WrapperStore):
     arena pass through such memory, too, instead of being copied in place.
     """
 
-    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse, EndsLeases)
+    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse)
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:
         super().__init__(store)

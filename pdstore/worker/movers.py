@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store, count_of, stored_among
-from pdstore.store.optional import EndsLeases, EvictsByUse, FindsKeys, find_optional
+from pdstore.store.optional import EvictsByUse, FindsKeys, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.admission import Admission
 from pdstore.worker.job import ChildJob
@@ -44,15 +44,14 @@ class Mover:
         self.ends = ends
         self.by_use = find_optional(ends.store, EvictsByUse)
         self._finder = find_optional(ends.store, FindsKeys)
-        self._ends_leases = find_optional(ends.store, EndsLeases)
+        self._arena = find_optional(ends.store, ArenaStore)
         self.admission = admission if self.by_use is not None else None
 
     def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; renews their leases unless D has read them."""
-        store, renews = self.ends.store, self._ends_leases
+        store, arena = self.ends.store, self._arena
         with child.in_store_call():
-            answer = store.match(keys) if renews is None else renews.renew(keys)
-        return count_of(answer, keys, store)
+            return count_of(arena.renew(keys) if arena else store.match(keys), keys, store)
 
     def num_stored(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; leases none if the store is FindsKeys."""

@@ -19,7 +19,7 @@ from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, Values, bytes_of
+from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of
 
 _MOST_ROUNDS = 3
 _NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
@@ -262,8 +262,7 @@ class OpenSave:
     done; but small ones wait until they and those after them have enough bytes together.
 
     If layers are only queued on a device, no layer range is saved before the calling thread has
-    queued all work; then each range waits for its own event. Workers that begin earlier would take
-    Python's lock from that thread, and the device lags behind the thread anyway.
+    queued all work, since workers would take Python's lock from it; each range waits for its event.
 
     order: returns an event after the work queued on the caller's stream; None without a stream.
     wake: tells the job queue that the model makes progress, and that there may be new shares.

@@ -32,16 +32,14 @@ _KV = "kv"
 class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     """Stores pages of SGLang's host pool in pdstore's pool, and loads them from there.
 
-    SGLang makes one PDStoreHiCache in each rank. SGLang's prefetch and backup threads call the
-    hooks and wait for their results. Each hook catches all exceptions, logs them and counts a miss,
-    because an exception would end the calling thread.
+    There is one in each rank. SGLang's prefetch and backup threads call the hooks. Each hook logs
+    all exceptions and counts a miss, because an exception would end the calling thread.
 
     Without PD_TRANSFER_VIA_STORAGE=1 nothing is stored and nothing is found.
     Raises ConfigError from the constructor and from the `register` methods for a server whose
     configuration pdstore does not support.
 
     storage_config: a HiCacheStorageConfig; its `extra_config` may hold settings.
-    kwargs: SGLang passes them; they are not used.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:

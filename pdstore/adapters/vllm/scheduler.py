@@ -265,13 +265,11 @@ def _params_of(request: Any) -> Mapping[str, Json] | None:
 class Saves:
     """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
 
-    A save holds references to its blocks, which keep them allocated after the request has ended. So
-    no step waits for a save.
+    A save holds references to its blocks, so no step and no end of a request waits for it.
 
     Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 exposes only the
-    blocks that each step adds, and Saves collects these blocks. Such tables are right only for one
-    KV group without a sliding window, because vLLM 0.26 does not announce the blocks that a window
-    gives back.
+    blocks that each step adds, not those that a window gives back: these are collected here, which
+    is right for one KV group without a sliding window.
 
     num_ranks: how many workers must release a save before its blocks are freed.
     block_pool: vLLM's BlockPool; nothing is saved while it is None.

@@ -292,10 +292,8 @@ class PDStoreConnectorWorker:
 class OpenSaves:
     """The saves of one step: they copy a layer range while the model computes the next range.
 
-    When vLLM reports the last layer of a range, the saves queue a copy of that range. The copy
-    waits for all work that is then queued on the current stream. Layers that are not reported
-    during the step are saved at its end. On a GPU, the pool's workers begin when vLLM's thread has
-    queued the whole step: the GPU still computes the step then.
+    When vLLM reports the last layer of a range, `OpenSave` queues a copy of that range. Layers that
+    are not reported during the step are saved at its end.
 
     layout: the pool's layout; None while there is no pool.
     layers: names, in order, of the cache's first layers, which may be saved during the step.

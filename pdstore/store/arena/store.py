@@ -17,7 +17,6 @@ from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import (
     ArenaCounts,
     Filled,
-    Lease,
     NativeArena,
     ValueBatch,
 )
@@ -139,15 +138,16 @@ class ArenaStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._enter(keys)
-        return sum(self._arena.find(keys, Lease.ALL))
+        return sum(self._arena.find(keys, leases=True))
 
     def renew(self, keys: Sequence[BlockKey]) -> int:
+        """Matches keys, but leases no value again whose lease a read has ended."""
         self._enter(keys)
-        return sum(self._arena.find(keys, Lease.UNREAD))
+        return sum(self._arena.find(keys, leases=True, spares_read=True))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter(keys)
-        return self._arena.find(keys, Lease.NONE)
+        return self._arena.find(keys, leases=False)
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()

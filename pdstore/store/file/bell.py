@@ -3,11 +3,9 @@
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
 A put rings: it writes a byte into the pipe of every listener. Each listener polls its own pipe. A
-ring also removes a pipe that no process reads. But several hosts may share the directory, and a
-pipe of another host has no reader on this host. So a pipe's name begins with the id of its host's
-boot, and a pipe of another boot is removed only after its modification time was not renewed for
-long. For this reason a listener renews that time every minute, and makes a new pipe if somebody
-removed its own.
+ring also removes a pipe that no process reads; one of another boot, which may be another host's,
+only if its modification time is old. So a listener renews that time every minute, and makes a new
+pipe if somebody removed its own.
 """
 
 # Decision: docs/decisions/027-file-bells.md

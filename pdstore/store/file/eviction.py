@@ -29,13 +29,11 @@ class Evictor:
     """Decides before every put whether there is room, and makes room.
 
     Each process counts the bytes that it puts, and scans the whole directory after every 5 % of the
-    budget (a step). The process that scans holds the directory's lock. It deletes the tails and
-    markers that are past their time. Then it deletes values that are neither leased nor fresh, the
-    oldest modification time first, until no more than 90 % of the budget is used. So with n
-    processes the pool may exceed its budget by (n - 2) * 5 %.
+    budget, with the directory's lock. It deletes tails and markers that are past their time, and
+    then values that are neither leased nor fresh, the oldest modification time first, until no more
+    than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %.
 
-    While a large pool is within its budget, a thread scans it and the puts go on: a scan takes a
-    tenth of a second, and deletions take more.
+    While a large pool is within its budget, a thread scans it and the puts go on.
     """
 
     def __init__(

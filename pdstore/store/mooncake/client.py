@@ -6,10 +6,8 @@ answer. So the object is set up at its first use, and only after the server has 
 calls are counted, and `close` waits for them. An object that cannot be closed is kept for ever,
 because destroying it would crash or hang.
 
-The library waits 60 s for a transfer; this time cannot be changed. Then it reports a failure, but
-the transfer goes on, and its late bytes would land in another block. A failure that is reported
-earlier is harmless: the socket or the NIC no longer uses the memory. To end a transfer that the
-library has given up, the connection is closed.
+The library waits 60 s for a transfer, and then reports a failure although the transfer goes on. To
+end it, the connection is closed; else its late bytes would land in another block.
 """
 
 # Decision: docs/decisions/029-mooncake-late-bytes.md

@@ -55,11 +55,9 @@ class MooncakeStore(Store):
     in the URL) that move values. Each is made at its first use. A value stays until the master
     evicts it; the master evicts the least recently leased values first. The pool's id is pinned.
 
-    A value that is evicted, half-written, or in the memory of a process that died is a miss. If the
-    master does not answer, calls raise StoreUnavailable or StoreTimeout. Until the master answers
-    again, the library is not called, because each call would hang for seconds. If the library gives
-    up a call before the call's transfers have ended, `get` or `put` waits for their end
-    (`Client.move`).
+    A value that is evicted, half-written, or in the memory of a process that died is a miss. While
+    the master does not answer, calls raise StoreUnavailable or StoreTimeout. If the library gives a
+    call up, `get` or `put` waits until the call's transfers have ended (`Client.move`).
 
     library, server: make the connections to Mooncake; tests pass objects of their own.
 
