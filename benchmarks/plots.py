@@ -1,4 +1,4 @@
-"""Draws the hand-off and load-or-compute pictures of docs/benchmarks.md from their raw files.
+"""Draws the pictures of load, hand-offs and decisions of docs/benchmarks.md from their raw files.
 
     python -m benchmarks.plots
 
@@ -23,8 +23,27 @@ AT_ONCE, TOKENS = 32, 8192
 
 def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "pdstore", "font.size": 9})
+    plot_load(DOCS / "load_agent.svg")
     plot_handoff(DOCS / "handoff_exposed.svg")
     plot_decisions(DOCS / "decide.svg")
+
+
+def plot_load(target: Path) -> None:
+    """Draws throughput and first tokens over the jobs that arrive, for each kind of server."""
+    rows = _read("h200_load_agent.json")["rows"]
+    rates = sorted({int(row["rate"]) for row in rows})
+    labels = {"plain": "no pool", "simple": "vLLM's offload", "shm": "shm://"}
+    labels["shm_auto"] = "shm://, PDSTORE_LOAD=auto"
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for kind, label in labels.items():
+        own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["rate"])
+        for axis, column in zip(axes, ("answers/s", "later turn p50, s"), strict=True):
+            axis.plot(rates, [row[column] for row in own], "-o", label=label)
+    titles = ("answers a second", "seconds to the first token of later turns, p50")
+    for axis, title in zip(axes, titles, strict=True):
+        _finish(axis, title, "jobs that arrive in a second", rates)
+    axes[0].set(yscale="linear", ylim=(0, None))
+    _save(figure, target)
 
 
 def plot_handoff(target: Path) -> None:
