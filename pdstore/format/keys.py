@@ -166,7 +166,7 @@ _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
 
 
-class Kind(enum.Enum):
+class Kind(str, enum.Enum):  # hashed in C
     """Kinds of stored values; the kind decides how long a store keeps a value."""
 
     BLOCK = "block"
@@ -308,7 +308,8 @@ class PromptKeys:
     ) -> list[BlockKey]:
         """Returns the keys of blocks `start` to `stop` - 1: for each block, one for each part."""
         heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
-        keys = [head + digest.hex() for digest in self._full[start:stop] for head in heads]
+        names = map(bytes.hex, self._full[start:stop])
+        keys = [head + name for name in names for head in heads]
         has_tail = self._tail is not None and start <= len(self._full)
         if has_tail and (stop is None or stop > len(self._full)):
             assert self._tail is not None

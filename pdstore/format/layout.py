@@ -3,7 +3,7 @@
 # Decision: docs/decisions/006-layer-ranges.md
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -206,9 +206,13 @@ class Layout:
         """Returns the layer range that a layer belongs to, counted from 0."""
         return range_of(layer, len(self.layers), self.num_ranges)
 
-    def range_of_part(self, part: Part) -> int:
-        """Returns the layer range that a part's layers belong to."""
-        return self.range_of(self.groups[part.group][0])
+    @cached_property
+    def parts_of(self) -> Mapping[int | None, Sequence[Part]]:
+        """The owned parts of each layer range; None: of all layers."""
+        made: dict[int | None, list[Part]] = {None: [*self.owned_parts]}
+        for part in self.owned_parts:
+            made.setdefault(self.range_of(self.groups[part.group][0]), []).append(part)
+        return made
 
     def num_whole_ranges(self, num_layers: int) -> int:
         """Returns how many `held_ranges` end within the first `num_layers` of `held_layers`."""

@@ -178,8 +178,7 @@ class PromptBlocks:
         if values is None:
             values = self._all() if layer_range is None else self._of_layers(None)
             if layer_range is not None:
-                range_of = self.layout.range_of_part
-                parts = {part for part in self.layout.owned_parts if range_of(part) == layer_range}
+                parts = self.layout.parts_of.get(layer_range, ())
                 values = values.chosen([i for i, part in enumerate(values.parts) if part in parts])
             self._made[layer_range] = values
         return values
@@ -242,8 +241,5 @@ def bytes_of(
 ) -> int:
     """Returns the number of payload bytes of the blocks from `first_block` on."""
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
-    return sum(
-        layout.payload_bytes(part, num_tokens)
-        for part in layout.owned_parts
-        if layer_range is None or layout.range_of_part(part) == layer_range
-    )
+    parts = layout.parts_of.get(layer_range, ())
+    return sum(layout.payload_bytes(part, num_tokens) for part in parts)

@@ -90,7 +90,7 @@ def test_a_load_ends_when_nothing_more_is_stored(p, instance):
 def test_a_damaged_layer_range_ends_the_load_before_its_block(p, d, store):
     keys = p.cache.keys(range(200))
     p.pool.save(keys, P_BLOCKS).wait(10)
-    part = next(part for part in p.layout.parts if p.layout.range_of_part(part) == 1)
+    part = p.layout.parts_of[1][0]
     key = keys.store_keys([part])[2]
     store.remove([key])
     other = p.cache.keys([9] * 200).store_keys([part])[2]

@@ -34,7 +34,7 @@ class Fired:
 
 
 def num_stored(p, store, keys, layer_range) -> int:
-    parts = [part for part in p.layout.parts if p.layout.range_of_part(part) == layer_range]
+    parts = p.layout.parts_of[layer_range]
     return store.match(keys.store_keys(parts))
 
 

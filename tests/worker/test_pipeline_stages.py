@@ -96,7 +96,7 @@ def test_a_stage_saves_its_ranges_while_it_computes_its_later_layers(instance):
     pipeline = Pipeline((0, 0, 1, 1, 1, 1), stage=1)
     p = instance(layer_ranges=3, layers=LAYERS, pipeline=pipeline, workers=4, range_bytes=1)
     keys = p.cache.keys(range(NUM_TOKENS))
-    early = [part for part in p.layout.owned_parts if p.layout.range_of_part(part) == 1]
+    early = p.layout.parts_of[1]
     save = p.pool.begin_save(keys, P_BLOCKS)
     save.layers_done(2)
     eventually(lambda: p.store.match(keys.store_keys(early)) == len(early) * len(keys))
