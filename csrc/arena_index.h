@@ -58,7 +58,7 @@ class Unlock {
 
 struct Damaged {};
 
-enum class MayGo { kUnkept, kKept };  // for a new value
+enum class MayGo { kUnkept, kKept };        // for a new value
 enum class Lease { kNone, kAll, kUnread };  // of the stored keys that are found
 
 // The age of a time in the file; an impossible time is infinitely old.

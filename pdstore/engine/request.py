@@ -321,7 +321,7 @@ class EngineRequest:
                 # The engine had the tokens before `start`, so they were saved earlier. The
                 # hand-off's last save saves again what the store has lost.
                 self.num_saved = start - start % self.keys.block_tokens
-            return self._plan_save(self.keys.prefix(stop))
+            return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
         step = self.keys.block_tokens
         if self.settings.save_decoded and stop // step > self.num_saved // step:
             return self._plan_save(self._decoded_until(stop, token_ids))
@@ -349,8 +349,14 @@ class EngineRequest:
     @property
     def _is_prompt_pending(self) -> bool:
         """True while some of the prompt is still to be saved, or its hand-off to be published."""
-        is_saved = self.num_saved >= self.keys.num_tokens
+        is_saved = self.num_saved >= self._end_of_saves
         return not is_saved or (self.handoff is not None and not self.is_published)
+
+    @property
+    def _end_of_saves(self) -> int:
+        """The tokens of the prompt to save. Without a hand-off, a longer prompt needs no tail."""
+        end = self.keys.num_tokens
+        return end if self.handoff is not None else end - end % self.keys.block_tokens
 
     def _load_ends(self) -> list[JobEnd]:
         new = self.ends[self._num_earlier_ends :]

@@ -87,7 +87,7 @@ def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_sa
     assert request.reason is Reason.LOST
     assert request.find(0, len(PROMPT)) == 0
     [save] = compute(request, 172, start=128)
-    assert (save.first_token, save.keys.num_tokens) == (128, 300)
+    assert (save.first_token, save.keys.num_tokens) == (128, 256)
 
 
 def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_load(
@@ -98,7 +98,14 @@ def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_lo
     eventually(request.poll)
     assert request.find(256, len(PROMPT)) == 256
     [save] = compute(request, 44, start=256)
-    assert (save.first_token, save.first_read, save.keys.num_tokens) == (192, 192, 300)
+    assert (save.first_token, save.first_read, save.keys.num_tokens) == (192, 192, 256)
+
+
+def test_a_tail_is_saved_only_for_another_instance(request_of):
+    saves = compute(request_of(), 280, 20, 1)
+    assert [save and save.keys.num_tokens for save in saves] == [256, None, None]
+    saves = compute(published_by(request_of()), 280, 20, 1)
+    assert [save and save.keys.num_tokens for save in saves] == [256, 300, None]
 
 
 @pytest.mark.parametrize(("on_miss", "failure"), [("fail", Reason.LOST), ("compute", None)])
