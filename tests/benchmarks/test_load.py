@@ -91,6 +91,7 @@ def test_prompts_share_what_a_traces_ids_say(trace):
         (["--cpu", "--json", "turns.json"], 1, "a name with `load` in it"),
         (["--cpu", "--engine", "vllm", "--kinds", "shm@old"], 1, "--trees names no old"),
         (["--cpu", "--kinds", "swift"], 1, "swift: no such kind"),
+        (["--cpu", "--kinds", "shm", "plain", "--apart", "--gpus", "0"], 1, "one of --gpus"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(options, status, said):

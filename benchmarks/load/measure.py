@@ -1,0 +1,221 @@
+"""Starts each kind of servers, loads it in windows, and reports what its users saw."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from benchmarks.load.client import Answer, Client, Mode
+from benchmarks.load.kinds import Fleet, kinds
+from benchmarks.load.workloads import WORKLOADS, Plan, Sizes, Workload
+from benchmarks.report import Cell, Report
+from examples.demo.client import counters
+from examples.demo.processes import ROOT, DemoError, Processes
+
+COLUMNS = ["kind", "window", "rate", "answers/s", "tokens/s"]
+TIMES = ["first turn p50, s", "p90", "p99", "later turn p50, s", "later p90", "later p99"]
+TIMES += ["between mean, ms", "between p90", "between p99", "beyond P p50, ms", "beyond P p99"]
+COUNTS = ["loaded tokens", "computed tokens", "preempted", "unanswered", "errors"]
+_LOADED = ("vllm:external_prefix_cache_hits_total", "pdstore_tokens_total:loaded")
+_COMPUTED = "vllm:prompt_tokens_by_source_total:local_compute"
+_PREEMPTED = "vllm:num_preemptions_total"
+_WARM_UP = 3
+T = TypeVar("T")
+
+
+def measure_apart(given: argparse.Namespace) -> Report:
+    """Runs every kind in a process of its own, all at the same time."""
+    report, count = _report_of(given), len(given.kinds)
+    cpus = sorted(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as processes:
+        parts = []
+        for number, kind in enumerate(given.kinds):
+            share = {"kinds": [kind], "gpus": _share(given.gpus, number, count), "json": None}
+            part = argparse.Namespace(**vars(given) | share)
+            parts.append(processes.submit(_measure_on, part, _share(cpus, number, count)))
+        for done in as_completed(parts):
+            report.rows += done.result().rows
+            report.notes += done.result().notes[1:]
+            _write(given, report)
+    return report
+
+
+def _measure_on(given: argparse.Namespace, cpus: list[int]) -> Report:
+    os.sched_setaffinity(0, cpus)
+    return measure(given)
+
+
+def _share(things: list[T], number: int, count: int) -> list[T]:
+    size = len(things) // count
+    return things[number * size : (number + 1) * size]
+
+
+def _report_of(given: argparse.Namespace) -> Report:
+    way = ", in turns" if given.beside else ", all kinds at once" if given.apart else ""
+    title = f"{given.workload}, {given.engine}, seed {given.seed}: windows of {given.window:g} s"
+    sizes = _sizes_of(given, WORKLOADS[given.workload])
+    return Report(title + way, [*COLUMNS, *TIMES, *COUNTS], notes=[str(sizes)])
+
+
+def _write(given: argparse.Namespace, report: Report) -> None:
+    if given.json is not None:
+        given.json.write_text(report.json() + "\n")
+
+
+def measure(given: argparse.Namespace) -> Report:
+    """Runs every kind that is asked for, one after the other."""
+    workload, report = WORKLOADS[given.workload], _report_of(given)
+    sizes = _sizes_of(given, workload)
+    names = list(given.kinds)
+    random.Random(given.order).shuffle(names)
+    with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
+        for together in [names] if given.beside else [[name] for name in names]:
+            try:
+                for name, row in _measured(given, workload, sizes, together, Path(scratch)):
+                    report.add(name, *row)
+                    _show(name, row)
+            except DemoError as error:
+                report.notes.append(f"{together}: {error}")
+            _write(given, report)
+    return report
+
+
+def _measured(
+    given: argparse.Namespace, workload: Workload, sizes: Sizes, names: list[str], scratch: Path
+) -> Iterator[tuple[str, list[Cell]]]:
+    """Starts the servers of some kinds, loads them in turns, and yields a row for each window.
+
+    Every rate has prompts of its own, since the pools keep those of the rates before.
+    """
+    with contextlib.ExitStack() as started:
+        processes = started.enter_context(Processes())
+        how = given.engine, given.options, given.gpus
+        fleet = Fleet(processes, scratch, sizes, *how, is_cpu=given.cpu)
+        servers = []
+        for name in names:
+            pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
+            what, *settings = name.split("+")
+            what, _, tree = what.partition("@")
+            root = Path(given.trees[tree]).resolve() if tree else ROOT
+            kind = kinds(pool, sizes, dict(setting.split("=", 1) for setting in settings))[what]
+            urls, asked = fleet.start(name, kind, root, given.start_seconds)
+            servers.append((name, kind.mode, urls, asked))
+        for number, rate in enumerate(given.rates or [sizes.rate]):
+            plan = Plan(replace(sizes, rate=rate), given.seed + number, given.trace)
+            loads = [_Load(*each) for each in servers]
+            asyncio.run(_take_turns(given, workload, plan, loads))
+            processes.check()
+            for load in loads:
+                yield from ((load.name, row) for row in load.rows(given.window, rate))
+
+
+@dataclass
+class _Load:
+    """The load on one kind. windows: for each when it began, and what the servers counted."""
+
+    name: str
+    mode: Mode
+    urls: list[str]
+    asked: list[str]
+    windows: list[tuple[float, list[Cell]]] = field(default_factory=list)
+
+    def begin(self, http: httpx.AsyncClient) -> Client:
+        """Returns a client whose users wait until a window begins."""
+        self.client = Client(http, self.asked, self.mode)
+        return self.client
+
+    def rows(self, window_s: float, rate: float) -> Iterator[list[Cell]]:
+        """Yields a row for each window; the last one has the questions without an answer."""
+        for number, (begin, counts) in enumerate(self.windows, 1):
+            ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < window_s]
+            tokens = sum(len(a.ids) for a in ended)
+            own: list[Cell] = [number, rate, len(ended) / window_s, tokens / window_s]
+            unanswered = self.client.num_open if number == len(self.windows) else 0
+            yield [*own, *_times(ended), *counts, unanswered, len(self.client.errors)]
+        for error in self.client.errors[:3]:
+            print(error, file=sys.stderr)
+
+    async def window(self, warm_s: float, seconds: float) -> None:
+        """Lets the users ask for a while; returns when all that they asked is answered."""
+        self.client.gate.set()
+        await asyncio.sleep(warm_s)
+        before, begin = [counters(url) for url in self.urls], self.client.now
+        await asyncio.sleep(seconds)
+        after = [counters(url) for url in self.urls]
+        pairs = list(zip(before, after, strict=True))
+
+        def more(*names: str) -> int:
+            counts = (sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
+            return int(max(counts))
+
+        self.windows.append((begin, [more(*_LOADED), more(_COMPUTED), more(_PREEMPTED)]))
+
+    async def pause(self) -> None:
+        self.client.gate.clear()
+        while self.client.num_open:
+            await asyncio.sleep(0.05)
+
+
+async def _take_turns(
+    given: argparse.Namespace, workload: Workload, plan: Plan, loads: list[_Load]
+) -> None:
+    """Gives each kind its windows; in each round but one kind's users ask at a time."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
+        for load in loads:
+            client = load.begin(http)
+            client.gate.set()
+            for number in range(_WARM_UP):
+                await client.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
+        running = [asyncio.create_task(workload.run(load.begin(http), plan)) for load in loads]
+        for number, load in itertools.product(range(given.windows), loads):
+            again_s = given.again if given.beside else 0.0
+            await load.window(again_s if number else given.warm, given.window)
+            if given.beside:
+                await load.pause()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _show(name: str, row: Sequence[Cell]) -> None:
+    shown = zip(COLUMNS[1:] + TIMES + COUNTS, row, strict=True)
+    print(name, *(f"{what} {value:.3g};" for what, value in shown), file=sys.stderr, flush=True)
+
+
+def _times(answers: Sequence[Answer]) -> list[Cell]:
+    """Returns the columns TIMES."""
+    first = [a.first_s for a in answers if a.turn == 0]
+    later = [a.first_s for a in answers if a.turn > 0]
+    gaps = [1e3 * gap for a in answers for gap in a.gaps]
+    beyond = [1e3 * (a.first_s - a.prefill_s) for a in answers if a.prefill_s]
+    mean = statistics.fmean(gaps) if gaps else 0.0
+    between: list[Cell] = [mean, *_quantiles(gaps, 0.9, 0.99)]
+    waits = [*_quantiles(first, 0.5, 0.9, 0.99), *_quantiles(later, 0.5, 0.9, 0.99)]
+    return [*waits, *between, *_quantiles(beyond, 0.5, 0.99)]
+
+
+def _quantiles(values: list[float], *shares: float) -> list[Cell]:
+    ordered = sorted(values)
+    return [ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for share in shares]
+
+
+def _sizes_of(given: argparse.Namespace, workload: Workload) -> Sizes:
+    sizes = workload.sizes.shrunk() if given.cpu else workload.sizes
+    changes = {"users": given.users, "pool_gib": given.pool_gib, "gpu": given.gpu}
+    return replace(sizes, **{name: value for name, value in changes.items() if value is not None})
