@@ -70,10 +70,9 @@ class AsyncRunner(Generic[T]):
     """Has a thread and a GPU stream, and runs its caller's functions on them, one at a time.
 
     `launch` starts a function. `sync` waits for the function and returns its result. On a GPU, the
-    work that the function queues runs after the work that was queued on the caller's stream at
-    `launch`. The caller's stream is the caller's current stream on the runner's device, even if
-    another device is current. The function runs in the torch modes (inference, gradients) that the
-    caller had at `launch`.
+    work that the function queues runs after the work that was queued at `launch` on the caller's
+    current stream of the runner's device. The function runs in the torch modes (inference,
+    gradients) that the caller had at `launch`.
     If the function raises an exception, the next call of `sync` or `launch` raises it, and no later
     call does. That call also makes the caller's stream wait for the work that the function queued
     before it failed, so that the memory in use may be reused. Between `launch` and that call, the

@@ -318,8 +318,7 @@ class EngineRequest:
         """
         if self._is_prompt_pending and self.settings.role != "decode":
             if self.handoff is not None and not self.num_saved:
-                # The engine had the tokens before `start`, so they were saved earlier. The
-                # hand-off's last save saves again what the store has lost.
+                # what the engine had was saved earlier; the last save saves what is lost again
                 self.num_saved = start - start % self.keys.block_tokens
             return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
         step = self.keys.block_tokens
@@ -369,9 +368,14 @@ class EngineRequest:
         if keys.num_tokens <= self.num_saved and handoff is None:
             return None
         first_token, is_awaited = min(self.num_saved, keys.num_tokens), self.handoff is not None
+        self.num_saved = max(self.num_saved, keys.num_tokens)
+        if not is_awaited and self._shortfall is None:  # a shortfall is mended at once
+            first_block = self.cache.claim(keys, first_token // keys.block_tokens)
+            first_token = max(first_token, keys.end_of(first_block))
+            if first_token == keys.num_tokens:
+                return None
         plan = SavePlan(keys, first_token, handoff, self._starts, is_awaited)
         self._starts = ()
-        self.num_saved = max(self.num_saved, keys.num_tokens)
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks
         return plan

@@ -81,9 +81,8 @@ class Layout:
     engine_block_tokens: tokens of a block in the engine's paged cache.
     rope: the text that `shaping` makes of the model's configuration.
     page: None for token-major payloads, `[layer][token][head][K|V]`. For an engine that packs
-      tokens in its own way, a text that names this way; it is a namespace field. Payloads are then
-      `[layer][head][page]`. In them, a page is one head of an engine block as it lies in memory,
-      and a tail is stored as a whole page.
+      tokens in its own way, a text that names this way, a namespace field. Payloads are then
+      `[layer][head][page]`: one head of an engine block as it lies in memory, for a tail too.
     num_shards: the number of shards that the KV heads of a group are split into, a multiple of
       `tp_size`; an MLA group always has one shard.
     draft_layers: the number of layers, at the end, that belong to a draft model (MTP, EAGLE).

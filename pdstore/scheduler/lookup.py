@@ -30,8 +30,7 @@ class Match:
     num_tokens: the number of tokens in these blocks.
     reason: why these are not all blocks that were looked up; None if they are.
     error: the store's error that is behind the reason, if there was one.
-    follow: None if the blocks are stored. Else the id of a hand-off that P still saves: the blocks
-      may come later, so the load must follow the hand-off (`KVPool.load(..., follow=)`).
+    follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
     """
 
     keys: PromptKeys

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -27,6 +28,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
+CLAIM_S = 1.0  # a save that began earlier is found by lookups, or has failed
 _RELAY = "relay the kv_transfer_params of its answer"
 
 
@@ -38,9 +40,8 @@ class PrefixCacheManager:
     store: a store, which the caller has to close; None to open PDSTORE_STORE.
     longest_prompt: the maximum number of tokens of a prompt in the engine; None if not known.
     router_duty: what the router has to do for a hand-off; D logs it when it finds nothing.
-    lookup_wait_s: how long a lookup without a hand-off waits for the store's answer.
-    weights_of: a function that returns the weights' revision for given settings. With it, D warns
-      if P and D have the same PDSTORE_WEIGHTS but different weight files.
+    lookup_wait_s: how long a lookup without a hand-off waits for the store.
+    weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
     """
 
@@ -70,6 +71,7 @@ class PrefixCacheManager:
         self._mismatches = Mismatches(
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
+        self._claims: dict[bytes, float] = {}  # by a block's hash: when its save began
         self._closed = False
         self._pid = os.getpid()
         self._lookup_wait_s = lookup_wait_s
@@ -100,6 +102,18 @@ class PrefixCacheManager:
         """
         keys = PromptKeys(self.namespace, lora=lora, cache_salt=cache_salt, items=items)
         return keys.extend(token_ids)
+
+    def claim(self, keys: PromptKeys, first_block: int) -> int:
+        """Returns the first block, from `first_block` on, that no save of the last second has.
+
+        The caller saves all from there. Else each of several prompts would copy their new prefix.
+        """
+        now, claims, names = time.monotonic(), self._claims, keys.hashes(first_block)
+        while claims and now - claims[oldest := next(iter(claims))] > CLAIM_S:
+            del claims[oldest]
+        num_claimed = next((i for i, name in enumerate(names) if name not in claims), len(names))
+        claims.update(dict.fromkeys(names[num_claimed:], now))
+        return first_block + num_claimed
 
     def match(self, keys: PromptKeys) -> Match:
         """Returns which leading blocks of the prompt the pool has now; none if the store fails.

@@ -123,8 +123,8 @@ class EvictsByUse(Protocol):
     def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
         """Evicts values, even leased ones, until new values have room; returns whether they have.
 
-        keys, sizes: of the new values. Evicts only blocks and tails, those used longest ago first,
-        no more than needed, and none of `keys`. Other saves may take the room. Raises StoreError.
+        Evicts only blocks and tails, those used longest ago first, no more than needed, and none of
+        `keys`. Other saves may take the room. Raises StoreError.
         """
 
 

@@ -31,8 +31,7 @@ class WrapperStore(Store):
     """Passes every call of the contract to the wrapped store.
 
     It offers only those of the wrapped store's optional protocols that a subclass names in
-    `passes`. A subclass that changes values must name no protocol whose calls read or write values,
-    because those calls would see the changed bytes.
+    `passes`. One that changes values must name no protocol whose calls read or write values.
     """
 
     passes: tuple[type, ...] = ()
@@ -98,9 +97,8 @@ class GuardedStore(WrapperStore):
 
     It counts calls by verb and outcome, their seconds, and the bytes that were got and put. After
     `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
-    StoreDenied if the last call was denied. After each `open_s`, one call is made as a probe. But
-    if the last failure came quickly, as from a replica, all calls are made: they cost little, and
-    the store is used as soon as it works.
+    StoreDenied if the last call was denied. After each `open_s`, one call is made as a probe. If
+    the last failure came quickly, as from a replica, all calls are made.
     """
 
     def __init__(

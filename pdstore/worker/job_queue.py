@@ -61,8 +61,7 @@ class JobQueue:
 
     most_woken: how many workers an ordinary job wakes; those that are awake do its shares as well.
     max_jobs, max_bytes: limits for the jobs of one direction that no worker has begun. Markers
-      count towards the limits but are never refused because of them: another instance waits for
-      markers, and they are small.
+      count, but are never refused: another instance waits for them.
     Raises DeviceError when a worker cannot be put on its device.
     """
 

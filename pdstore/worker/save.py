@@ -266,7 +266,7 @@ class OpenSave:
 
     order: returns an event after the work queued on the caller's stream; None without a stream.
     wake: tells the job queue that the model makes progress, and that there may be new shares.
-    at_begin: functions that are called, each a single time, when the first layers are released.
+    at_begin: functions that are called once, when the first layers are released.
     """
 
     def __init__(

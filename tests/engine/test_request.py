@@ -7,6 +7,7 @@ import pytest
 from pdstore import EngineRequest, Handoff, HandoffId, JobEnd, Reason
 from pdstore.errors import Direction
 from pdstore.format.keys import PromptKeys
+from pdstore.scheduler import prefix_cache
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
 from tests.support.kv import eventually, settings_of
@@ -99,6 +100,15 @@ def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_lo
     assert request.find(256, len(PROMPT)) == 256
     [save] = compute(request, 44, start=256)
     assert (save.first_token, save.first_read, save.keys.num_tokens) == (192, 192, 256)
+
+
+def test_prompts_that_come_together_save_what_they_share_once(request_of, monkeypatch):
+    assert [save.first_token for save in compute(request_of(), 300)] == [0]
+    [second] = compute(request_of(tokens=[*PROMPT[:192], *range(2000, 2108)]), 300)
+    assert (second.first_token, second.keys.num_tokens) == (192, 256)
+    assert compute(request_of(), 300) == [None]
+    monkeypatch.setattr(prefix_cache, "CLAIM_S", -1.0)
+    assert [save.first_token for save in compute(request_of(), 300)] == [0], "it may have failed"
 
 
 def test_a_tail_is_saved_only_for_another_instance(request_of):

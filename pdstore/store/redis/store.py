@@ -39,11 +39,8 @@ class RedisStore(Store):
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
     `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match gives a lease only if the server does not
     evict (`maxmemory-policy noeviction`); the first match asks the server for its policy. For a
-    server that evicts, use a `volatile-` policy, so that the pool's id stays.
-
-    The redis user must be allowed GET, SET, EXISTS, EXPIRE, UNLINK and PING; CLUSTER SLOTS in a
-    cluster; SCAN for `clear`; CONFIG GET for leases; and for listings MEMORY USAGE, OBJECT
-    IDLETIME, STRLEN and INFO.
+    server that evicts, use a `volatile-` policy, so that the pool's id stays. docs/stores.md has
+    the commands that the redis user must be allowed.
     """
 
     def __init__(self, label: str, servers: Servers, settings: Settings) -> None:
