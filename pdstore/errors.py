@@ -188,7 +188,7 @@ class Reason(str, enum.Enum):
     FAULT = "fault"  # a bug, a device error, or an exception that stores must not raise
 
 
-class Direction(str, enum.Enum):  # hashed in C
+class Direction(enum.Enum):
     """The direction in which a job moves blocks."""
 
     LOAD = "load"  # store -> paged cache

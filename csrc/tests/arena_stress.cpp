@@ -132,8 +132,8 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
     case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
     case 6:
-      for (const int32_t leases : {0, 1}) {
-        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), leases, stored.data());
+      for (const int32_t lease : {0, 1, 2}) {
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), lease, stored.data());
       }
       return;
     default:

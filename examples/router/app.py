@@ -44,7 +44,7 @@ CONNECT_S = 2.0
 _PROBE_S = 2.0
 # Shorter than a server's own keep-alive (5 s in uvicorn): no call meets a connection just closed.
 _KEEPALIVE_S = 2.0
-_MOST_IDLE = 8  # of each pool: one that is too old, or was closed by its server, is dropped late
+_MOST_IDLE = 8  # connections of each pool: httpx drops those that a server closed at the next call
 _RETRIES = 2  # at once, and after half a second
 
 

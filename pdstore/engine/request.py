@@ -318,7 +318,7 @@ class EngineRequest:
         """
         if self._is_prompt_pending and self.settings.role != "decode":
             if self.handoff is not None and not self.num_saved:
-                # what the engine had was saved earlier; the last save saves what is lost again
+                # what the engine had was saved earlier; the last save mends what the store lost
                 self.num_saved = start - start % self.keys.block_tokens
             return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
         step = self.keys.block_tokens

@@ -166,7 +166,7 @@ _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
 
 
-class Kind(str, enum.Enum):  # hashed in C
+class Kind(enum.Enum):
     """Kinds of stored values; the kind decides how long a store keeps a value."""
 
     BLOCK = "block"

@@ -148,12 +148,12 @@ class NativeArena:
 
         leases: True to lease the leading values that are stored. Then the keys after the first
           missing one are not looked up, and count as missing.
-        spares_read: True to leave out those that were read since their last lease or their put.
+        spares_read: True to lease no value that was read since its last lease or put.
         """
         # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
-        values = joined(keys), len(keys), leases + spares_read, stored
+        values = joined(keys), len(keys), leases + spares_read, stored  # 0, 1 or 2
         if len(keys) <= _SHORT_BATCH:
             code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
         if code == abi.Code.TIMEOUT:

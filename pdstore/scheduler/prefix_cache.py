@@ -106,7 +106,8 @@ class PrefixCacheManager:
     def claim(self, keys: PromptKeys, first_block: int) -> int:
         """Returns the first block, from `first_block` on, that no save of the last second has.
 
-        The caller saves all from there. Else each of several prompts would copy their new prefix.
+        The caller saves it and all after it. Else prompts that come together would each copy the
+        new prefix that they share.
         """
         now, claims, names = time.monotonic(), self._claims, keys.hashes(first_block)
         while claims and now - claims[oldest := next(iter(claims))] > CLAIM_S:

@@ -62,8 +62,7 @@ class _Lane:
             return False
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
-        split = work.mover.way.split
-        work.release(split.ranges(first, stop, num_bytes // split.at_once), self._layer_range)
+        work.release(work.mover.way.split.ranges(first, stop, num_bytes), self._layer_range)
         self._released = stop
         return True
 

@@ -132,7 +132,7 @@ def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, check
     until_stored(engine)
     second = ask(engine, prompt_of(100)).wait()
     assert_same(second, *expect(checkpoints["llama"], prompt_of(100)))
-    assert second.request.num_fed == 100 % 64, "the tail is another prompt's block next time"
+    assert second.request.num_fed == 100 % 64, "without a hand-off no tail is saved"
     params = hand_over(engine, prompt_of(90))
     assert decode(engine, prompt_of(90), params).request.num_fed == 1
 

@@ -267,9 +267,9 @@ class Saves:
 
     A save holds references to its blocks, so no step and no end of a request waits for it.
 
-    Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 exposes only the
-    blocks that each step adds, not those that a window gives back: these are collected here, which
-    is right for one KV group without a sliding window.
+    Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 says only which blocks
+    each step adds, so these are collected here. It does not say which blocks a window gives back,
+    so such tables are right for one KV group without a sliding window.
 
     num_ranks: how many workers must release a save before its blocks are freed.
     block_pool: vLLM's BlockPool; nothing is saved while it is None.
