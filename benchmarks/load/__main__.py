@@ -4,6 +4,7 @@
     python -m benchmarks.load --engine vllm --workload turns --kinds plain simple shm --json FILE
 
 Each kind is started alone, warmed up, and measured in windows; the order of the kinds is drawn.
+Several workloads, or --rates, follow one another on the same servers.
 With --beside all kinds are started at once, where the GPU and the host have the memory, and their
 windows take turns, so that a slow minute of the machine meets them all. With --apart all kinds are
 loaded at the same time, each on its share of --gpus and of the CPUs. Rows are comparable within one
@@ -12,9 +13,9 @@ run. `shm@TREE` is a kind of pdstore from another checkout, which --trees names;
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
 offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
-pdstore; `relayed` and `concurrent` are P and D, `nixl` P and D without a pool; `two` are two
-instances with one pool behind a router, and `two_affinity` behind one that sends a prompt where its
-prefix went before.
+pdstore; `relayed` and `concurrent` are P and D, `nixl` and `lmcache_pd` too, of others; `two` are
+two instances with one pool behind a router, and `two_affinity` behind one that sends a prompt where
+its prefix went before.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from pathlib import Path
 from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
 from benchmarks.load.measure import measure, measure_apart
-from benchmarks.load.workloads import WORKLOADS
+from benchmarks.load.workloads import WORKLOADS, Sizes
 
 
 def main() -> None:
     given = _parse()
-    workload = WORKLOADS[given.workload]
-    if workload.needs_trace and given.trace is None:
-        print(f"skipped: {given.workload} replays a trace, which --trace FILE names")
+    replayed = [name for name in given.workload if WORKLOADS[name].needs_trace]
+    if replayed and given.trace is None:
+        print(f"skipped without a trace, which --trace FILE names: {', '.join(replayed)}")
         return
     if given.json is not None and "load" not in given.json.name:
         sys.exit("--json: a name with `load` in it, so that results are found together")
-    known = kinds(given.pool, workload.sizes, {})
+    known = kinds(given.pool, Sizes(), {})
     for name in given.kinds:
         what, _, tree = name.partition("+")[0].partition("@")
         if what not in known:
@@ -56,7 +57,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--cpu", action="store_true", help="a tiny model and a sixteenth of the lengths")
     add("--engine", choices=("mini", "vllm"), help="default: mini with --cpu, else vllm")
-    add("--workload", choices=tuple(WORKLOADS), default="turns")
+    add("--workload", nargs="+", choices=tuple(WORKLOADS), default=["turns"], metavar="NAME")
     add("--kinds", nargs="+", default=["plain", "shm", "files"])
     add("--windows", type=int, default=3)
     add("--window", type=float, metavar="S", help="default: 60, with --cpu 5")
@@ -64,7 +65,7 @@ def _parse() -> argparse.Namespace:
     add("--beside", action="store_true", help="start all kinds at once; windows take turns")
     add("--apart", action="store_true", help="all kinds at once, each on GPUs and CPUs of its own")
     add("--again", type=float, metavar="S", default=8.0, help="before a later window of --beside")
-    add("--rates", type=float, nargs="+", help="arrivals a second, one after the other")
+    add("--rates", type=float, nargs="+", help="arrivals a second, of open loops")
     add("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them: of P, of D")
     add("--users", type=int, help="who ask at once")
     add("--pool-gib", type=float, help="size of the host pool")

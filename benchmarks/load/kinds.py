@@ -77,6 +77,7 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "native": Kind([Instance(["--kv-offloading-size", gib])]),
         "simple": Kind([_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=num_bytes)]),
         "lmcache": _lmcache(gib),
+        "lmcache_pd": _lmcache(gib, 2)._replace(mode="relayed"),
         "shm": Kind([instance(arena)]),
         "shm_decoded": Kind([instance(arena, PDSTORE_SAVE_DECODED="1")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
@@ -101,7 +102,7 @@ def _nixl(role: str, number: int) -> Instance:
     return Instance(_connector("NixlConnector", role).options, where)
 
 
-def _lmcache(gib: str) -> Kind:
+def _lmcache(gib: str, instances: int = 1) -> Kind:
     """LMCache's server as a process of its own, with all its memory taken at the start."""
     port, http, prometheus = map(str, _LMCACHE_PORTS)
     server = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
@@ -109,7 +110,8 @@ def _lmcache(gib: str) -> Kind:
     server += ["--no-l1-use-lazy", "--supported-transfer-mode", "lmcache_driven"]
     server += ["--http-host", "127.0.0.1", "--http-port", http, "--prometheus-port", prometheus]
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": int(port)}
-    return Kind([_connector("LMCacheMPConnector", "kv_both", **extra)], service=(server, int(port)))
+    engine = _connector("LMCacheMPConnector", "kv_both", **extra)
+    return Kind([engine] * instances, service=(server, int(port)))
 
 
 class Fleet:

@@ -27,7 +27,7 @@ from benchmarks.report import Cell, Report
 from examples.demo.client import counters
 from examples.demo.processes import ROOT, DemoError, Processes
 
-COLUMNS = ["kind", "window", "rate", "answers/s", "tokens/s"]
+COLUMNS = ["kind", "workload", "window", "rate", "answers/s", "tokens/s"]
 TIMES = ["first turn p50, s", "p90", "p99", "later turn p50, s", "later p90", "later p99"]
 TIMES += ["between mean, ms", "between p90", "between p99", "beyond P p50, ms", "beyond P p99"]
 COUNTS = ["loaded tokens", "computed tokens", "preempted", "unanswered", "errors"]
@@ -50,7 +50,7 @@ def measure_apart(given: argparse.Namespace) -> Report:
             parts.append(processes.submit(_measure_on, part, _share(cpus, number, count)))
         for done in as_completed(parts):
             report.rows += done.result().rows
-            report.notes += done.result().notes[1:]
+            report.notes += done.result().notes[len(given.workload) :]
             _write(given, report)
     return report
 
@@ -67,9 +67,10 @@ def _share(things: list[T], number: int, count: int) -> list[T]:
 
 def _report_of(given: argparse.Namespace) -> Report:
     way = ", in turns" if given.beside else ", all kinds at once" if given.apart else ""
-    title = f"{given.workload}, {given.engine}, seed {given.seed}: windows of {given.window:g} s"
-    sizes = _sizes_of(given, WORKLOADS[given.workload])
-    return Report(title + way, [*COLUMNS, *TIMES, *COUNTS], notes=[str(sizes)])
+    what = f"{', '.join(given.workload)}, {given.engine}, seed {given.seed}"
+    notes = [f"{name}: {sizes}" for name, sizes in _sizes_of(given).items()]
+    title = f"{what}: windows of {given.window:g} s{way}"
+    return Report(title, [*COLUMNS, *TIMES, *COUNTS], notes=notes)
 
 
 def _write(given: argparse.Namespace, report: Report) -> None:
@@ -79,49 +80,56 @@ def _write(given: argparse.Namespace, report: Report) -> None:
 
 def measure(given: argparse.Namespace) -> Report:
     """Runs every kind that is asked for, one after the other."""
-    workload, report = WORKLOADS[given.workload], _report_of(given)
-    sizes = _sizes_of(given, workload)
-    names = list(given.kinds)
+    report, names = _report_of(given), list(given.kinds)
     random.Random(given.order).shuffle(names)
     with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
         for together in [names] if given.beside else [[name] for name in names]:
             try:
-                for name, row in _measured(given, workload, sizes, together, Path(scratch)):
-                    report.add(name, *row)
-                    _show(name, row)
+                for row in _measured(given, together, Path(scratch)):
+                    report.add(*row)
+                    _show(row)
             except DemoError as error:
                 report.notes.append(f"{together}: {error}")
             _write(given, report)
     return report
 
 
-def _measured(
-    given: argparse.Namespace, workload: Workload, sizes: Sizes, names: list[str], scratch: Path
-) -> Iterator[tuple[str, list[Cell]]]:
+def _measured(given: argparse.Namespace, names: list[str], scratch: Path) -> Iterator[list[Cell]]:
     """Starts the servers of some kinds, loads them in turns, and yields a row for each window.
 
-    Every rate has prompts of its own, since the pools keep those of the rates before.
+    Every workload and rate has prompts of its own, since the pools keep those of the ones before.
     """
+    sizes = _sizes_of(given)
+    engine = replace(
+        sizes[given.workload[0]],
+        longest=max(each.longest for each in sizes.values()),
+        gpu=max(each.gpu for each in sizes.values()),
+    )
+    cells = [
+        (what, rate)
+        for what in given.workload
+        for rate in (WORKLOADS[what].is_open and given.rates) or [sizes[what].rate]
+    ]
     with contextlib.ExitStack() as started:
         processes = started.enter_context(Processes())
         how = given.engine, given.options, given.gpus
-        fleet = Fleet(processes, scratch, sizes, *how, is_cpu=given.cpu)
+        fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu)
         servers = []
         for name in names:
             pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
             what, *settings = name.split("+")
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT
-            kind = kinds(pool, sizes, dict(setting.split("=", 1) for setting in settings))[what]
+            kind = kinds(pool, engine, dict(setting.split("=", 1) for setting in settings))[what]
             urls, asked = fleet.start(name, kind, root, given.start_seconds)
             servers.append((name, kind.mode, urls, asked))
-        for number, rate in enumerate(given.rates or [sizes.rate]):
-            plan = Plan(replace(sizes, rate=rate), given.seed + number, given.trace)
+        for number, (what, rate) in enumerate(cells):
+            plan = Plan(replace(sizes[what], rate=rate), given.seed + number, given.trace)
             loads = [_Load(*each) for each in servers]
-            asyncio.run(_take_turns(given, workload, plan, loads))
+            asyncio.run(_take_turns(given, WORKLOADS[what], plan, loads))
             processes.check()
             for load in loads:
-                yield from ((load.name, row) for row in load.rows(given.window, rate))
+                yield from ([load.name, what, *row] for row in load.rows(given.window, rate))
 
 
 @dataclass
@@ -193,9 +201,11 @@ async def _take_turns(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _show(name: str, row: Sequence[Cell]) -> None:
-    shown = zip(COLUMNS[1:] + TIMES + COUNTS, row, strict=True)
-    print(name, *(f"{what} {value:.3g};" for what, value in shown), file=sys.stderr, flush=True)
+def _show(row: Sequence[Cell]) -> None:
+    name, workload, *numbers = row
+    shown = zip([*COLUMNS[2:], *TIMES, *COUNTS], numbers, strict=True)
+    texts = (f"{what} {value:.3g};" for what, value in shown)
+    print(name, workload, *texts, file=sys.stderr, flush=True)
 
 
 def _times(answers: Sequence[Answer]) -> list[Cell]:
@@ -215,7 +225,11 @@ def _quantiles(values: list[float], *shares: float) -> list[Cell]:
     return [ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for share in shares]
 
 
-def _sizes_of(given: argparse.Namespace, workload: Workload) -> Sizes:
-    sizes = workload.sizes.shrunk() if given.cpu else workload.sizes
+def _sizes_of(given: argparse.Namespace) -> dict[str, Sizes]:
+    """Returns the sizes of each workload that is asked for, by its name."""
     changes = {"users": given.users, "pool_gib": given.pool_gib, "gpu": given.gpu}
-    return replace(sizes, **{name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name, value in changes.items() if value is not None}
+    sizes = {what: WORKLOADS[what].sizes for what in given.workload}
+    if given.cpu:
+        sizes = {what: each.shrunk() for what, each in sizes.items()}
+    return {what: replace(each, **changes) for what, each in sizes.items()}

@@ -200,10 +200,14 @@ async def _all(work: Any) -> None:
 
 
 class Workload(NamedTuple):
-    """A workload and its sizes. needs_trace: it cannot run without --trace."""
+    """A workload and its sizes.
+
+    is_open: its prompts arrive at a rate. needs_trace: it cannot run without --trace.
+    """
 
     run: Run
     sizes: Sizes
+    is_open: bool = False
     needs_trace: bool = False
 
 
@@ -213,8 +217,8 @@ WORKLOADS = {
     "tight": Workload(turns, Sizes(users=64)),
     "fits": Workload(turns, Sizes(gpu=600_000)),
     "unique": Workload(unique, Sizes()),
-    "agent": Workload(agent, _AGENT),
+    "agent": Workload(agent, _AGENT, is_open=True),
     "convoy": Workload(convoy, Sizes(users=50, document=10_000, answer=64)),
-    "pd": Workload(pd, Sizes(answer=96), needs_trace=True),
+    "pd": Workload(pd, Sizes(answer=96), is_open=True, needs_trace=True),
     "trace": Workload(trace, Sizes(), needs_trace=True),
 }

@@ -87,7 +87,7 @@ def test_prompts_share_what_a_traces_ids_say(trace):
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
-        (["--workload", "pd"], 0, "skipped: pd replays a trace"),
+        (["--workload", "pd"], 0, "which --trace FILE names: pd"),
         (["--cpu", "--json", "turns.json"], 1, "a name with `load` in it"),
         (["--cpu", "--engine", "vllm", "--kinds", "shm@old"], 1, "--trees names no old"),
         (["--cpu", "--kinds", "swift"], 1, "swift: no such kind"),
