@@ -50,12 +50,6 @@ Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S, allow_inf_nan=False
 """The type of a setting in seconds that must be above 0."""
 
 
-def _default_workers() -> int:
-    is_linux = hasattr(os, "sched_getaffinity")
-    num_cpus = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-    return max(4, min(16, num_cpus))
-
-
 class Settings(BaseSettings):
     """The settings of an instance, from environment variables and arguments; arguments win.
 
@@ -136,12 +130,7 @@ class Settings(BaseSettings):
         "auto",
         description="Block copies by the native library: `auto` if there is one, `off`, `require`.",
     )
-    workers: int = Field(
-        default_factory=_default_workers,
-        ge=2,
-        le=64,
-        description="Threads that move blocks. Unset: one per CPU, at least 4 and at most 16.",
-    )
+    workers: int = Field(4, ge=2, le=64, description="Threads that move blocks.")
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."
     )

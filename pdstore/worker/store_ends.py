@@ -317,21 +317,24 @@ class InPlaceEnd(StoreEnd):
             child.raise_if_over()
 
     def _fill(self, child: ChildJob, moves: Sequence[Move]) -> StoreError | None:
-        """Stores all values in one call; returns why not all of them, or None."""
+        """Stores all values in one call; returns why not all of them, or None.
+
+        Waits while others hold the arena's lock, and calls again.
+        """
         batches = [self._batch(move) for move in moves]
-        with child.copying(), child.in_store_call():
-            filled = self._arena.fill(batches)
         counted = [number for move in moves for number in move.values.num_counted]
-        self._ends.count_tokens("saved", [counted[i] for i in filled.indices])
-        return filled.error
+        while True:
+            with child.copying(), child.in_store_call():
+                filled = self._arena.fill(batches)
+            self._ends.count_tokens("saved", [counted[i] for i in filled.indices])
+            if not isinstance(filled.error, StoreTimeout):
+                return filled.error
+            with child.in_store_call():  # a match waits for the lock, outside `copying`
+                self._ends.store.match(moves[0].values.keys)
 
     def _fill_one(self, child: ChildJob, move: Move) -> None:
-        """Stores a block; waits while others hold the arena's lock. Raises other StoreErrors."""
-        while (error := self._fill(child, [move])) is not None:
-            if not isinstance(error, StoreTimeout):
-                raise error
-            with child.in_store_call():  # a match waits for the lock, outside `copying`
-                self._ends.store.match(move.values.keys)
+        if (error := self._fill(child, [move])) is not None:
+            raise error
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
         """Starts to scatter values; returns False if one is missing or wrong."""

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pdstore import JobResult
-from pdstore.errors import Reason, StoreTimeout
+from pdstore.errors import Reason, StoreFull, StoreTimeout
 from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
@@ -97,21 +97,29 @@ def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
     assert arena.match(names) == 5
 
 
-def test_what_a_call_did_not_store_is_stored_block_by_block(instance, store, monkeypatch):
-    """The first call stores one range; then the arena's lock is not free in time, twice."""
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (StoreTimeout("locked"), [[1] * 5] * 3),
+        (StoreFull("full"), [[1] * 5, *[[1]] * 5]),
+    ],
+)
+def test_what_a_call_did_not_store_is_stored_by_more_calls(
+    instance, store, monkeypatch, error, calls
+):
+    """By the same call where the arena's lock was not free in time, else block by block."""
     fill, sizes = store.fill, []
+    num_late = len(calls) - 1 if isinstance(error, StoreTimeout) else 1
 
     def fill_some(batches):
         sizes.append([batch.num_values for batch in batches])
-        if len(sizes) in (2, 3):
-            return fill(batches[:1])._replace(indices=[], error=StoreTimeout("locked"))
-        late = StoreTimeout("locked") if len(sizes) == 1 else None
-        return fill(batches[:1])._replace(error=late)
+        is_late = len(sizes) <= num_late
+        return fill(batches[:1])._replace(error=error) if is_late else fill(batches)
 
     monkeypatch.setattr(store, "fill", fill_some)
     p, d = instance(range_bytes=1), instance(fill=POISON)
     assert save(p, range(320)) == JobResult(320)
-    assert sizes == [[1] * 5, *[[1]] * 7]
+    assert sizes == calls
     assert load(d, range(320)) == JobResult(320)
     assert_loaded(p, d, 320)
 
