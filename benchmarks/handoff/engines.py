@@ -156,7 +156,9 @@ class VllmSetup(Setup):
 
         if self._given.cpu:
             return CPU_ENVIRONMENT
-        return {"CUDA_VISIBLE_DEVICES": str(min(gpu, torch.cuda.device_count() - 1))}
+        all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+        return {"CUDA_VISIBLE_DEVICES": visible[min(gpu, len(visible) - 1)]}
 
     def _arguments(self, block: int) -> dict[str, Any]:
         given = self._given
