@@ -181,22 +181,34 @@ int32_t Arena::close() {
   return PDS_OK;
 }
 
-int32_t Arena::find(const Keys &keys, Lease lease, uint8_t *stored, int64_t lock_ns) {
+int32_t Arena::find(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
+  return locked(lock_ns, [&](int64_t now) {
+    for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
+  });
+}
+
+int32_t Arena::match(const Keys &keys, int64_t spared_from, int64_t spared_ns, uint8_t *stored,
+                     int64_t lock_ns) {
   std::vector<uint32_t> found;
   found.reserve(keys.size());
   return locked(lock_ns, [&](int64_t now) {
     std::fill_n(stored, keys.size(), 0);
     found.clear();
-    for (size_t i = 0; i < keys.size(); ++i) {
-      const uint32_t id = index_.find(keys[i], now);
-      stored[i] = id != kNone;
-      if (id != kNone) found.push_back(id);
-      if (lease != Lease::kNone && id == kNone) break;
+    for (const auto key : keys) {
+      const uint32_t id = index_.find(key, now);
+      if (id == kNone) break;
+      stored[found.size()] = 1;
+      found.push_back(id);
     }
-    if (lease == Lease::kNone) return;
     // the first block of a chain becomes the newest: one without those before it is worth nothing
-    for (auto id = found.rbegin(); id != found.rend(); ++id) {
-      if (lease == Lease::kAll || !index_.was_read(*id)) index_.touch(*id, now);
+    for (int64_t i = static_cast<int64_t>(found.size()); i-- > 0;) {
+      const uint32_t id = found[static_cast<size_t>(i)];
+      const bool is_spared = i >= spared_from && index_.was_read_since(id, spared_ns);
+      if (is_spared) {
+        index_.make_newest(id);
+      } else {
+        index_.touch(id, now);
+      }
     }
   });
 }

@@ -43,7 +43,9 @@ class Arena {
 
   // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
   // stored: set for each key. With a lease, it stops after the leading stored keys.
-  int32_t find(const Keys &keys, Lease lease, uint8_t *stored, int64_t lock_ns);
+  int32_t find(const Keys &keys, uint8_t *stored, int64_t lock_ns);
+  int32_t match(const Keys &keys, int64_t spared_from, int64_t spared_ns, uint8_t *stored,
+                int64_t lock_ns);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the leading keys for which there is room; without a slot for a stored key.

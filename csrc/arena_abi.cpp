@@ -31,7 +31,6 @@ namespace {
 
 using pds::arena::Arena;
 using pds::arena::Keys;
-using pds::arena::Lease;
 using pds::arena::Places;
 
 constexpr int64_t kBatch = 64;  // values that are reserved or borrowed at a time
@@ -138,10 +137,11 @@ extern "C" int32_t pds_arena_free(pds_arena *arena) {
 }
 
 extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                  int64_t num_keys, int32_t lease, uint8_t *stored) {
-  if (lease < 0 || lease > static_cast<int32_t>(Lease::kUnread)) return PDS_ERR_ARGUMENT;
+                                  int64_t num_keys, int32_t lease, int64_t spared_from,
+                                  int64_t spared_ns, uint8_t *stored) {
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return a.find(all, static_cast<Lease>(lease), stored, lock_ns);
+    return lease == 0 ? a.find(all, stored, lock_ns)
+                      : a.match(all, spared_from, spared_ns, stored, lock_ns);
   });
 }
 

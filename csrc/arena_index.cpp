@@ -205,12 +205,16 @@ void Index::unlink(List &list, uint32_t id) {
 
 // The states of a slot.
 
-void Index::touch(uint32_t id, int64_t now) {
-  Slot &used = slot(id);
-  Slab &slab = slabs_[slab_of(id)];
+void Index::make_newest(uint32_t id) {
   Class &sized = class_of_slot(id);
   unlink(sized.used, id);
   add_newest(sized.used, id);
+}
+
+void Index::touch(uint32_t id, int64_t now) {
+  Slot &used = slot(id);
+  Slab &slab = slabs_[slab_of(id)];
+  make_newest(id);
   used.used_at = slab.used_at = now;
   used.lease_end = std::max(used.lease_end, now + times_.lease_ns);
   slab.lease_end = std::max(slab.lease_end, used.lease_end);

@@ -58,8 +58,7 @@ class Unlock {
 
 struct Damaged {};
 
-enum class MayGo { kUnkept, kKept };        // for a new value
-enum class Lease { kNone, kAll, kUnread };  // of the stored keys that are found
+enum class MayGo { kUnkept, kKept };  // for a new value
 
 // The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
@@ -82,13 +81,15 @@ class Index {
   uint32_t find(std::string_view key, int64_t now);
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
+  // Lets a stored slot be the last of its size that goes.
+  void make_newest(uint32_t id);
   // Ends a slot's lease soon: whoever waited for the value reads it now.
   void begin_read(uint32_t id, int64_t now) { slot(id).lease_end = now + times_.fresh_ns; }
-  // True if a read began after the slot's last lease or its publication: only a read leaves such an
-  // end. False for a read at the very end of a lease.
-  bool was_read(uint32_t id) {
+  // True if the slot was published or leased last at `then` or later, and a read began after that:
+  // only a read leaves such an end. False for a read at the very end of a lease.
+  bool was_read_since(uint32_t id, int64_t then) {
     const int64_t end = slot(id).lease_end, used_at = slot(id).used_at;
-    return end > used_at + times_.fresh_ns && end < used_at + times_.lease_ns;
+    return used_at >= then && end > used_at + times_.fresh_ns && end < used_at + times_.lease_ns;
   }
   // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
   // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails

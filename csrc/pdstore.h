@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 22 };
+enum { PDS_ABI = 23 };
 
 enum {
   PDS_OK = 0,
@@ -189,10 +189,11 @@ int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 // lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
 // that did not get it has done nothing.
 // stored[i]: whether the i-th key is stored. lease: if not 0, the leading stored keys get a lease
-// and count as used, and keys after the first missing one are not looked for; if 2, a value that
-// was read since its last lease or its publication is left as it is.
+// and count as used, and keys after the first missing one are not looked for. But of the keys from
+// `spared_from` on, a value gets no lease that was published or leased last at `spared_ns` of the
+// monotonic clock or later, and was read since.
 int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                       int32_t lease, uint8_t *stored);
+                       int32_t lease, int64_t spared_from, int64_t spared_ns, uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
-from benchmarks.load.measure import measure, measure_apart
+from benchmarks.load.measure import measure, measure_apart, sizes_of
 from benchmarks.load.workloads import WORKLOADS, Sizes
 
 
@@ -37,6 +37,12 @@ def main() -> None:
     if replayed and given.trace is None:
         print(f"skipped without a trace, which --trace FILE names: {', '.join(replayed)}")
         return
+    _refuse_wrong(given)
+    run(lambda: measure_apart(given) if given.apart else measure(given), given.json)
+
+
+def _refuse_wrong(given: argparse.Namespace) -> None:
+    """Exits with a line that says what to change, if the options do not fit together."""
     if given.json is not None and "load" not in given.json.name:
         sys.exit("--json: a name with `load` in it, so that results are found together")
     known = kinds(given.pool, Sizes(), {})
@@ -46,10 +52,15 @@ def main() -> None:
             sys.exit(f"{what}: no such kind; there are {', '.join(known)}")
         if tree and tree not in given.trees:
             sys.exit(f"--kinds {name}: --trees names no {tree}")
-    fewest = min(len(os.sched_getaffinity(0)), len(given.gpus or given.kinds))
+    if len({(each.gpu, each.pool_gib) for each in sizes_of(given).values()}) > 1:
+        sys.exit("--workload: these need other sizes of cache or pool; give --gpu and --pool-gib")
+    peers = [name for name in given.kinds if name.startswith(("lmcache", "nixl"))]
+    if (given.apart or given.beside) and len(peers) != len({name[:4] for name in peers}):
+        sys.exit(f"--kinds: {' and '.join(peers)} would use the same ports")
+    gpus = given.gpus or (given.kinds if given.cpu else [])
+    fewest = min(len(os.sched_getaffinity(0)), len(gpus))
     if given.apart and fewest < len(given.kinds):
         sys.exit("--apart: each kind needs a CPU, and one of --gpus, to itself")
-    run(lambda: measure_apart(given) if given.apart else measure(given), given.json)
 
 
 def _parse() -> argparse.Namespace:

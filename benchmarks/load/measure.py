@@ -68,7 +68,7 @@ def _share(things: list[T], number: int, count: int) -> list[T]:
 def _report_of(given: argparse.Namespace) -> Report:
     way = ", in turns" if given.beside else ", all kinds at once" if given.apart else ""
     what = f"{', '.join(given.workload)}, {given.engine}, seed {given.seed}"
-    notes = [f"{name}: {sizes}" for name, sizes in _sizes_of(given).items()]
+    notes = [f"{name}: {sizes}" for name, sizes in sizes_of(given).items()]
     title = f"{what}: windows of {given.window:g} s{way}"
     return Report(title, [*COLUMNS, *TIMES, *COUNTS], notes=notes)
 
@@ -99,12 +99,8 @@ def _measured(given: argparse.Namespace, names: list[str], scratch: Path) -> Ite
 
     Every workload and rate has prompts of its own, since the pools keep those of the ones before.
     """
-    sizes = _sizes_of(given)
-    engine = replace(
-        sizes[given.workload[0]],
-        longest=max(each.longest for each in sizes.values()),
-        gpu=max(each.gpu for each in sizes.values()),
-    )
+    sizes = sizes_of(given)
+    engine = replace(sizes[given.workload[0]], longest=max(each.longest for each in sizes.values()))
     cells = [
         (what, rate)
         for what in given.workload
@@ -225,7 +221,7 @@ def _quantiles(values: list[float], *shares: float) -> list[Cell]:
     return [ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for share in shares]
 
 
-def _sizes_of(given: argparse.Namespace) -> dict[str, Sizes]:
+def sizes_of(given: argparse.Namespace) -> dict[str, Sizes]:
     """Returns the sizes of each workload that is asked for, by its name."""
     changes = {"users": given.users, "pool_gib": given.pool_gib, "gpu": given.gpu}
     changes = {name: value for name, value in changes.items() if value is not None}

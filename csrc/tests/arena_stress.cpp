@@ -132,8 +132,10 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
     case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
     case 6:
-      for (const int32_t lease : {0, 1, 2}) {
-        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), lease, stored.data());
+      for (const int32_t lease : {0, 1}) {
+        const int64_t from = static_cast<int64_t>(random() % 12);
+        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), lease, from, 0,
+                       stored.data());
       }
       return;
     default:
@@ -194,8 +196,8 @@ void processes_killed_anywhere() {
     Batch batch(random, 4);
     std::vector<uint8_t> stored(batch.count());
     get(view, batch, true);
-    const int32_t code =
-        pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), 1, stored.data());
+    const int32_t code = pds_arena_find(view.arena, -1, batch.keys.data(), batch.count(), 1, 0,
+                                        INT64_MAX, stored.data());
     expect(code == PDS_OK, "the lock of a dead process can be taken");
   }
   for (const pid_t child : alive) {

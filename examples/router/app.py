@@ -44,7 +44,6 @@ CONNECT_S = 2.0
 _PROBE_S = 2.0
 # Shorter than a server's own keep-alive (5 s in uvicorn): no call meets a connection just closed.
 _KEEPALIVE_S = 2.0
-_MOST_IDLE = 8  # connections of each pool: httpx drops those that a server closed at the next call
 _RETRIES = 2  # at once, and after half a second
 
 
@@ -116,7 +115,7 @@ def _calls_of(options: Options, client: httpx.AsyncClient, counts: Counts) -> Ca
 
 def _client_of(options: Options) -> httpx.AsyncClient:
     """Returns the HTTP client of all calls. It connects again to a D that is the only one."""
-    limits = httpx.Limits(max_keepalive_connections=_MOST_IDLE, keepalive_expiry=_KEEPALIVE_S)
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
     transport = partial(httpx.AsyncHTTPTransport, limits=limits, trust_env=False)
     is_alone = len(options.decode) == 1  # else another one is asked
     return httpx.AsyncClient(

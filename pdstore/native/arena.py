@@ -143,17 +143,21 @@ class NativeArena:
         if self._handle:
             self._calls.pds_arena_free(self._handle)
 
-    def find(self, keys: Sequence[str], *, leases: bool, spares_read: bool = False) -> list[bool]:
+    def find(
+        self, keys: Sequence[str], *, leases: bool, spared: tuple[int, float] | None = None
+    ) -> list[bool]:
         """Returns for each key whether it is stored.
 
         leases: True to lease the leading values that are stored. Then the keys after the first
           missing one are not looked up, and count as missing.
-        spares_read: True to lease no value that was read since its last lease or put.
+        spared: an index and a monotonic time. Of the keys from the index on, no value is leased
+          that was put or leased at that time or later, and read since.
         """
         # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
-        values = joined(keys), len(keys), leases + spares_read, stored  # 0, 1 or 2
+        first, at = spared or (len(keys), 0.0)
+        values = joined(keys), len(keys), leases, first, int(at * 1e9), stored
         if len(keys) <= _SHORT_BATCH:
             code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
         if code == abi.Code.TIMEOUT:

@@ -17,7 +17,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 22
+ABI = 23
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -117,7 +117,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_open": [c_int32, _P, _P, _P],
     "pds_arena_close": [_P],
     "pds_arena_free": [_P],
-    "pds_arena_find": [_P, c_int64, c_char_p, c_int64, c_int32, _P],
+    "pds_arena_find": [_P, c_int64, c_char_p, c_int64, c_int32, c_int64, c_int64, _P],
     "pds_arena_remove": [_P, c_char_p, c_int64],
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],

@@ -140,7 +140,8 @@ class PromptTimes:
         end = start
         if self._mode == "auto" and found > start:
             end = self._end_of_load(start, found, num_loading)
-        way = _way(start, end, found)
+        way: Way = "compute" if end <= start else "load" if end == found else "both"
+        way = "none" if found <= start else way
         now = self._clock()
         self._prompts[name] = _Prompt(num_tokens, end, way, now, end - start)
         self._most_loading = max(self._most_loading, num_loading + end - start)
@@ -232,9 +233,3 @@ class PromptTimes:
         end = start + max(_FEWEST_TOKENS, num_own // _PROBE_PART)
         end -= end % self._block_tokens
         return end if self._may_split and start < end < found else found
-
-
-def _way(start: int, end: int, found: int) -> Way:
-    if found <= start:
-        return "none"
-    return "compute" if end <= start else "load" if end == found else "both"

@@ -28,7 +28,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
-CLAIM_S = 1.0  # a save that began earlier is found by lookups, or has failed
+CLAIM_S = 1.0  # what is saved for longer is saved once more, as if that save had failed
 _RELAY = "relay the kv_transfer_params of its answer"
 
 
@@ -112,7 +112,8 @@ class PrefixCacheManager:
         now, claims, names = time.monotonic(), self._claims, keys.hashes(first_block)
         while claims and now - claims[oldest := next(iter(claims))] > CLAIM_S:
             del claims[oldest]
-        num_claimed = next((i for i, name in enumerate(names) if name not in claims), len(names))
+        is_new = [now - claims.get(name, 0.0) > CLAIM_S for name in names]
+        num_claimed = is_new.index(True) if True in is_new else len(names)
         claims.update(dict.fromkeys(names[num_claimed:], now))
         return first_block + num_claimed
 
@@ -225,6 +226,7 @@ class PrefixCacheManager:
         except StoreError as error:
             log.warning("namespace %s is not cleared: %s", self.namespace.hex, error)
             return False
+        self._claims = {}
         log.info("cleared namespace %s of %s", self.namespace.hex, self._store.label)
         return True
 

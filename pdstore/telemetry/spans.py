@@ -59,7 +59,9 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
         id_generator=SpanIds(),
         shutdown_on_exit=False,  # `Spans.close` does it
     )
-    exporter = OTLPSpanExporter(endpoint=_endpoint(url), timeout=_EXPORT_S)
+    parts = urlsplit(url)
+    endpoint = urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 
@@ -137,8 +139,3 @@ def _attributes(record: RequestRecord) -> dict[str, str | int]:
 def _instant(record: RequestRecord, seconds: float) -> int:
     """Returns the time `seconds` after the request's arrival, as nanoseconds since the epoch."""
     return int((record.arrived_at + seconds) * _NS)
-
-
-def _endpoint(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url

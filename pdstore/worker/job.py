@@ -296,7 +296,9 @@ class ChildJob:
                 except StoreError as error:
                     shortfall = Shortfall(reason_of(error), error)
                 del share
-                if not self._goes_on_after(shortfall):
+                with self.job._lock:
+                    self.job._shortfall = self.job._shortfall or shortfall
+                if not self.goes_on(self.job):
                     break
         finally:
             self.finish_copy()
@@ -314,11 +316,6 @@ class ChildJob:
             if job._is_ending or job._work is None or not job._num_shares():
                 return None
             return job._work.next_share()
-
-    def _goes_on_after(self, shortfall: Shortfall | None) -> bool:
-        with self.job._lock:
-            self.job._shortfall = self.job._shortfall or shortfall
-        return self.goes_on(self.job)
 
     def _conclude(self) -> None:
         """Concludes the work if nothing is left to do and no other worker is at the job."""

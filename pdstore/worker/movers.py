@@ -47,11 +47,14 @@ class Mover:
         self._arena = find_optional(ends.store, ArenaStore)
         self.admission = admission if self.by_use is not None else None
 
-    def num_matched(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
-        """Returns how many leading keys are stored; renews their leases unless D has read them."""
+    def num_matched(
+        self, child: ChildJob, keys: Sequence[BlockKey], spared: tuple[int, float] | None = None
+    ) -> int:
+        """Returns how many leading keys are stored; leases them, but see `ArenaStore.renew`."""
         store, arena = self.ends.store, self._arena
         with child.in_store_call():
-            return count_of(arena.renew(keys) if arena else store.match(keys), keys, store)
+            found = arena.renew(keys, *spared) if arena and spared else store.match(keys)
+            return count_of(found, keys, store)
 
     def num_stored(self, child: ChildJob, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; leases none if the store is FindsKeys."""

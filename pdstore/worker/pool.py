@@ -165,6 +165,7 @@ class KVPool:
         after: Sequence[Job] = (),
         starts: Sequence[tuple[HandoffId, int]] = (),
         is_awaited: bool = False,
+        start: tuple[int, float] | None = None,
     ) -> OpenSave:
         """Starts a save that reads layers while the model still computes later layers.
 
@@ -173,6 +174,7 @@ class KVPool:
 
         starts: arguments for `start_handoff`, used when the save of the first layers begins.
         is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
+        start: `SavePlan.start`; without it, blocks that D has read are leased again.
         """
         first_block = self._first_block(keys, first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
@@ -184,14 +186,12 @@ class KVPool:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(started)
-        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited)
-        num_bytes = bytes_of(self.layout, keys, first_block)
-        most_bytes = num_bytes if handoff is None else bytes_of(self.layout, keys, 0)
+        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, start)
         job = Job(
             Direction.SAVE,
             work,
-            num_bytes=num_bytes,
-            seconds=self._settings.deadline_s + most_bytes / _BYTES_PER_S,
+            num_bytes=bytes_of(self.layout, keys, first_block),
+            seconds=self._settings.deadline_s + bytes_of(self.layout, keys, first) / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
         )
         if not self._queue.is_in_child:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move
 from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, bytes_of
+from pdstore.worker.values import BlockRange, PromptBlocks, Values, bytes_of
 
 _MOST_ROUNDS = 3
 _NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
@@ -44,6 +45,7 @@ class SaveWork(Work):
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.
     is_awaited: True if another instance waits for the blocks, so that the save may always evict.
+    start: the first token and the monotonic time of the prompt's first save; None: not known.
     """
 
     mover: Mover
@@ -51,6 +53,7 @@ class SaveWork(Work):
     first_block: int
     handoff: HandoffId | None = None
     is_awaited: bool = False
+    start: tuple[int, float] | None = None
     _planned: tuple[int, bool] | None = field(default=None, init=False)
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
     _are_all: bool = field(default=False, init=False)  # True: all blocks are released
@@ -112,8 +115,8 @@ class SaveWork(Work):
             return None
         reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
         if reason is None and self.handoff is not None:
-            for move in moves:  # renews their leases, because D loads them later
-                self.mover.num_matched(child, move.values.keys)
+            for move in moves:  # because D loads them later
+                self._num_leased(child, move.values)
         return reason
 
     def _plan(self, child: ChildJob) -> tuple[int, bool]:
@@ -132,7 +135,8 @@ class SaveWork(Work):
         num_stored = self.mover.num_matched(child, values.keys)
         first = values.numbers[num_stored] if num_stored < len(values) else num_blocks
         if self.mover.admission is not None:
-            self.mover.admission.found(self.prompt.keys.hashes(self.first_block, first))
+            used = 0 if self._is_first else self.first_block
+            self.mover.admission.found(self.prompt.keys.hashes(used, first))
             self.mover.admission.saved(self.prompt.keys.hashes(first, num_blocks))
         return first
 
@@ -154,7 +158,19 @@ class SaveWork(Work):
         if oldest_s is None or not admission.admits(oldest_s):
             return oldest_s is None
         before = self.prompt.values(BlockRange(max(0, first - 1), first)).keys
-        return not before or self.mover.num_matched(child, before) == len(before)
+        return self._is_first or not before or self.mover.num_matched(child, before) == len(before)
+
+    @property
+    def _is_first(self) -> bool:
+        """True for a prompt's first save: others have saved the blocks before it, or save them."""
+        size = self.prompt.layout.block_tokens
+        return self.start is not None and self.start[0] // size == self.first_block
+
+    def _num_leased(self, child: ChildJob, values: Values) -> int:
+        """Returns how many leading values are stored; leases what D has not read yet."""
+        first_token, began = self.start or (0, 0.0)
+        first = bisect_left(values.numbers, first_token // self.prompt.layout.block_tokens)
+        return self.mover.num_matched(child, values.keys, self.start and (first, began))
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""
@@ -200,9 +216,11 @@ class SaveWork(Work):
         shortfall already, no StoreError of the match is raised, so that the first reason stays.
         """
         values, keys = self.prompt.values_from(first_block), self.prompt.keys
-        num_stored = self.mover.num_matched if self.is_awaited else self.mover.num_stored
         try:
-            stored = num_stored(child, values.keys)
+            if self.is_awaited:
+                stored = self._num_leased(child, values)
+            else:
+                stored = self.mover.num_stored(child, values.keys)
         except StoreError:
             if shortfall is None:
                 raise

@@ -286,10 +286,12 @@ class InPlaceEnd(StoreEnd):
         self, child: ChildJob, moves: Sequence[Move], gathered: Callable[[], None]
     ) -> Reason | None:
         self._wait_for_memory(child)
-        if self._fill(child, moves) is not None:
+        try:
+            self._fill(child, moves)
+        except StoreError:
             for move in moves:
                 for one in move.values.blocks():
-                    _mended(partial(self._fill_one, child, move._replace(values=one)), move)
+                    _mended(partial(self._fill, child, [move._replace(values=one)]), move)
         for _ in moves:
             gathered()
         return None
@@ -316,25 +318,20 @@ class InPlaceEnd(StoreEnd):
         while not self.memory.is_ready(_LOOK_S):
             child.raise_if_over()
 
-    def _fill(self, child: ChildJob, moves: Sequence[Move]) -> StoreError | None:
-        """Stores all values in one call; returns why not all of them, or None.
-
-        Waits while others hold the arena's lock, and calls again.
-        """
+    def _fill(self, child: ChildJob, moves: Sequence[Move]) -> None:
+        """Stores all values in one call, which waits while others hold the arena's lock."""
         batches = [self._batch(move) for move in moves]
         counted = [number for move in moves for number in move.values.num_counted]
         while True:
             with child.copying(), child.in_store_call():
                 filled = self._arena.fill(batches)
             self._ends.count_tokens("saved", [counted[i] for i in filled.indices])
+            if filled.error is None:
+                return
             if not isinstance(filled.error, StoreTimeout):
-                return filled.error
+                raise filled.error
             with child.in_store_call():  # a match waits for the lock, outside `copying`
                 self._ends.store.match(moves[0].values.keys)
-
-    def _fill_one(self, child: ChildJob, move: Move) -> None:
-        if (error := self._fill(child, [move])) is not None:
-            raise error
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
         """Starts to scatter values; returns False if one is missing or wrong."""

@@ -91,6 +91,8 @@ def test_prompts_share_what_a_traces_ids_say(trace):
         (["--cpu", "--json", "turns.json"], 1, "a name with `load` in it"),
         (["--cpu", "--engine", "vllm", "--kinds", "shm@old"], 1, "--trees names no old"),
         (["--cpu", "--kinds", "swift"], 1, "swift: no such kind"),
+        (["--cpu", "--workload", "turns", "fits"], 1, "give --gpu and --pool-gib"),
+        (["--apart", "--kinds", "lmcache", "lmcache_pd"], 1, "would use the same ports"),
         (["--cpu", "--kinds", "shm", "plain", "--apart", "--gpus", "0"], 1, "one of --gpus"),
     ],
 )

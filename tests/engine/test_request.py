@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pdstore import EngineRequest, Handoff, HandoffId, JobEnd, Reason
@@ -102,13 +104,22 @@ def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_lo
     assert (save.first_token, save.first_read, save.keys.num_tokens) == (192, 192, 256)
 
 
-def test_prompts_that_come_together_save_what_they_share_once(request_of, monkeypatch):
+def test_prompts_that_come_together_save_what_they_share_once(request_of, instance_, monkeypatch):
     assert [save.first_token for save in compute(request_of(), 300)] == [0]
     [second] = compute(request_of(tokens=[*PROMPT[:192], *range(2000, 2108)]), 300)
     assert (second.first_token, second.keys.num_tokens) == (192, 256)
     assert compute(request_of(), 300) == [None]
+    assert instance_.cache.clear()
+    assert [save.first_token for save in compute(request_of(), 300)] == [0], "the pool lost it"
     monkeypatch.setattr(prefix_cache, "CLAIM_S", -1.0)
     assert [save.first_token for save in compute(request_of(), 300)] == [0], "it may have failed"
+
+
+def test_all_saves_of_a_prompt_tell_where_and_when_the_first_one_began(request_of):
+    saves = compute(published_by(request_of()), 64, 64, 172)
+    assert [save.first_token for save in saves] == [0, 64, 128]
+    [(first_token, began)] = {save.start for save in saves}
+    assert (first_token, began <= time.monotonic()) == (0, True)
 
 
 def test_a_tail_is_saved_only_for_another_instance(request_of):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from hashlib import sha256
 
 import pytest
@@ -135,6 +136,16 @@ def test_a_chain_has_no_hole(full, instance):
     full.age_s = 5.0
     assert chunk(0, 128) is None  # all of it is stored
     assert chunk(128, 192) is Reason.NOT_ADMITTED
+
+
+def test_a_prompts_first_save_may_begin_behind_blocks_that_are_still_saved(full, instance):
+    """Another prompt saves the prefix that both share."""
+    p, full.age_s = instance(over=full), 20.0
+    save = p.pool.begin_save(
+        p.cache.keys(range(192)), P_BLOCKS, first_token=128, start=(128, time.monotonic())
+    )
+    save.layers_done(3)
+    assert save.job.wait(10).reason is None
 
 
 def test_what_another_instance_waits_for_is_always_admitted(full, instance):

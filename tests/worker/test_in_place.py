@@ -91,7 +91,9 @@ def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
 
     monkeypatch.setattr(store, "fill", fill_and_read)
     handoff, _ = p.cache.announce(keys)
-    assert p.pool.save(keys, P_BLOCKS, handoff=handoff).wait(20) == JobResult(320)
+    begun = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, start=(0, time.monotonic()))
+    begun.layers_done(3)
+    assert begun.job.wait(20) == JobResult(320)
     time.sleep(FRESH_S)
     assert arena.oldest_age_s([SIZE] * 1000) is not None, "nothing may go"
     assert arena.match(names) == 5
@@ -136,9 +138,9 @@ def test_what_a_handoff_lost_is_saved_again_range_by_range(instance, store, aren
             arena.remove(keys_of(p, 320)[:1])
         return filled
 
-    renew = store.renew
+    match = store.match
     monkeypatch.setattr(store, "fill", lose_the_first)
-    monkeypatch.setattr(store, "renew", lambda keys: leased.append(list(keys)) or renew(keys))
+    monkeypatch.setattr(store, "match", lambda keys: leased.append(list(keys)) or match(keys))
     assert save(p, range(320), handoff=handoff).num_tokens == 320
     assert sizes == [[1] * 5, *[[1]] * 5]
     assert [keys_of(p, 320)[4]] in leased, "a range is leased although one before it is lost"

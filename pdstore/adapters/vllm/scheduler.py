@@ -171,19 +171,10 @@ class PDStoreConnectorScheduler:
         """Adds the queued loads and aborted hand-offs to the metadata of a step."""
         self._patience_left_s = self.patience_s
         loads, self._loads = self._loads, []
-        for load in loads:
-            self._add_load(metadata, *load)
+        for request_id, plan, block_ids in loads:
+            num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
+            metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
         metadata.aborted_handoffs, self._aborted = self._aborted, []
-
-    def _add_load(
-        self,
-        metadata: PDStoreConnectorMetadata,
-        request_id: str,
-        plan: LoadPlan | None,
-        block_ids: Sequence[Sequence[int]],
-    ) -> None:
-        num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
-        metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of a step to its metadata. output: vLLM's SchedulerOutput."""

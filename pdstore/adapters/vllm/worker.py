@@ -202,6 +202,7 @@ class PDStoreConnectorWorker:
                     after=earlier,
                     starts=plan.starts,
                     is_awaited=plan.is_awaited,
+                    start=plan.start,
                 )
                 self.open_saves.add(save)
                 running.job = save.job

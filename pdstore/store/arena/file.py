@@ -80,7 +80,8 @@ def _checked(fd: int, path: Path) -> int:
 
 def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
     """Makes an arena's file without a name, and gives the file its name when it is whole."""
-    free = _free_bytes(path.parent)
+    status = os.statvfs(path.parent)
+    free = status.f_bavail * status.f_frsize
     wanted = min(DEFAULT_SIZE, free // 2) if size is None else size
     if wanted > free:
         raise ConfigError(
@@ -116,11 +117,6 @@ def _default_slab(num_bytes: int) -> int:
     while slab > _MIN_SLAB_BYTES and slab * _MIN_SLABS > num_bytes:
         slab //= 2
     return slab
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 def _readable(num_bytes: int) -> str:

@@ -140,10 +140,13 @@ class ArenaStore(Store):
         self._enter(keys)
         return sum(self._arena.find(keys, leases=True))
 
-    def renew(self, keys: Sequence[BlockKey]) -> int:
-        """Matches keys, but leases no value again whose lease a read has ended."""
+    def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
+        """Matches keys; leases no value again that was saved and then read.
+
+        first, since: the keys from index `first` on were saved from this monotonic time on.
+        """
         self._enter(keys)
-        return sum(self._arena.find(keys, leases=True, spares_read=True))
+        return sum(self._arena.find(keys, leases=True, spared=(first, since)))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter(keys)

@@ -212,7 +212,7 @@ class Evictor:
         candidates = []
         for file in self._directory.files():
             kind = kind_of(BlockKey(file.name))
-            if self._is_past(kind, file, now):
+            if kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns:
                 freed += self._delete(file)
                 continue
             used += _on_disk(file.size)
@@ -236,9 +236,6 @@ class Evictor:
     def _delete(self, file: StoredFile) -> int:
         """Deletes a value not leased since the scan; returns how many bytes this freed."""
         return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
-
-    def _is_past(self, kind: Kind, file: StoredFile, now: int) -> bool:
-        return kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns
 
 
 def default_budget(directory: PoolDirectory) -> int:

@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import hypothesis
@@ -103,17 +104,34 @@ def fill_with_leased_blocks(store) -> list[BlockKey]:
     return stored
 
 
-def test_a_renewal_leases_what_nobody_has_read_since_its_lease(open_arena):
+def test_a_renewal_leases_what_nobody_has_read_since_it_was_saved(open_arena):
+    """A value before the saved ones, and one read before they were saved, get a lease."""
     store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
     keys, new = fresh_keys(16), fresh_keys(9)
-    for key in keys:
-        put(store, [key], [content(key, SIZE)])
-    assert store.renew(keys) == 16, "a put alone is no read"
+    put(store, keys[:12], [content(key, SIZE) for key in keys[:12]])
+    get(store, keys[8:12], [SIZE] * 4)
+    began = time.monotonic()
+    put(store, keys[12:], [content(key, SIZE) for key in keys[12:]])
+    assert store.match(keys[:8]) == 8, "a peer's match"
     get(store, keys[:8], [SIZE] * 8)
-    assert store.renew([*keys, new[0]]) == 16
+    get(store, keys[14:], [SIZE] * 2)
+    assert store.renew([*keys, new[0]], 4, began) == 16
     for key in new:
         assert put(store, [key], [content(key, SIZE)]) == 1
-    assert store.which_stored(keys) == [False] * 8 + [True] * 8
+    assert store.which_stored(keys) == [True] * 4 + [False] * 4 + [True] * 6 + [False] * 2
+
+
+def test_a_renewal_lets_the_last_blocks_of_a_chain_go_first(open_arena):
+    store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
+    keys, new = fresh_keys(16), fresh_keys(4)
+    began = time.monotonic()
+    for key in keys:  # one after the other, as a peer follows a save
+        put(store, [key], [content(key, SIZE)])
+        store.match([key])
+        get(store, [key], [SIZE])
+    assert store.renew(keys, 0, began) == 16
+    put(store, new, [content(key, SIZE) for key in new])
+    assert store.match(keys) == 12
 
 
 def test_a_marker_takes_the_oldest_markers_place_where_all_is_kept(open_arena):
