@@ -56,10 +56,7 @@ class Audit:
     async def leaks(self) -> list[str]:
         """Returns what is still held some seconds after the round, in words."""
         deadline = time.monotonic() + _BACK_S
-        body = {"prompt": [1], "max_tokens": 1}
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as client:
-            with contextlib.suppress(httpx.HTTPError):  # the router drops closed ones at a call
-                await client.post(self._stage.url_of("router") + "/v1/completions", json=body)
             while (found := await self._look(client)) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
         for name, child in self._stage.children.items():
@@ -77,9 +74,17 @@ class Audit:
                 found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
             if first is not None and now.num_fds > first.num_fds + _MORE_FDS:
                 found.append(f"{name}: {now.num_fds} fds, {first.num_fds} before")
+                if name == "router":
+                    await self._ask_router(client)
             if name != "router":
                 found += await self._busy(client, name, child.pid)
         return found
+
+    async def _ask_router(self, client: httpx.AsyncClient) -> None:
+        """Asks once: httpx drops the connections that were idle for too long at the next call."""
+        body, url = {"prompt": [1], "max_tokens": 1}, self._stage.url_of("router")
+        with contextlib.suppress(httpx.HTTPError):
+            await client.post(f"{url}/v1/completions", json=body)
 
     async def _busy(self, client: httpx.AsyncClient, name: str, pid: int) -> list[str]:
         """Returns the gauges that are not those of an idle engine."""
