@@ -42,7 +42,8 @@ class Arena {
   int32_t close();
 
   // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
-  // stored: set for each key. With a lease, it stops after the leading stored keys.
+  // stored: set for each key. match: leases the leading stored keys, and stops after them; spares
+  // what pds_arena_find says.
   int32_t find(const Keys &keys, uint8_t *stored, int64_t lock_ns);
   int32_t match(const Keys &keys, int64_t spared_from, int64_t spared_ns, uint8_t *stored,
                 int64_t lock_ns);

@@ -231,7 +231,7 @@ class Adapter:
                 handoff=plan.handoff,
                 after=tuple(tracked.saves),
                 is_awaited=plan.is_awaited,
-                start=plan.start,
+                first_save=plan.first_save,
             )
         if plan.handoff is not None:
             tracked.publish = save.job

@@ -43,7 +43,7 @@ class SavePlan:
 
     starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
     is_awaited: True if the prompt will be handed off.
-    start: the first token and the monotonic time of the prompt's first save.
+    first_save: the first token and the monotonic time of the prompt's first save.
     """
 
     keys: PromptKeys
@@ -51,7 +51,7 @@ class SavePlan:
     handoff: HandoffId | None = None
     starts: tuple[tuple[HandoffId, int], ...] = ()
     is_awaited: bool = False
-    start: tuple[int, float] | None = None
+    first_save: tuple[int, float] | None = None
 
     @property
     def first_read(self) -> int:
@@ -160,7 +160,7 @@ class EngineRequest:
     def __post_init__(self) -> None:
         is_prefill = self.cache.is_prefill(self.params)
         self._starts: tuple[tuple[HandoffId, int], ...] = ()
-        self._start: tuple[int, float] | None = None  # of the first save
+        self._first_save: tuple[int, float] | None = None
         self._answer: dict[str, Json] = {}
         self._lookup: Lookup | None = None
         self._was_polled = False
@@ -377,8 +377,8 @@ class EngineRequest:
             first_token = max(first_token, keys.end_of(first_block))
             if first_token == keys.num_tokens:
                 return None
-        self._start = self._start or (first_token, time.monotonic())
-        plan = SavePlan(keys, first_token, handoff, self._starts, is_awaited, self._start)
+        self._first_save = self._first_save or (first_token, time.monotonic())
+        plan = SavePlan(keys, first_token, handoff, self._starts, is_awaited, self._first_save)
         self._starts = ()
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks

@@ -37,7 +37,7 @@ class RequestRecord:
     role: PDSTORE_ROLE.
     arrived_at: seconds since the epoch.
     num_tokens: tokens of the prompt. The counts after it say how many of these tokens this instance
-      found in the pool, loaded, computed, and (with those that others save) made durable.
+      found in the pool, loaded, computed, and made durable (other requests may save some).
     reason: why less than all was matched, loaded or saved; None if nothing was missing.
     in_store: for each phase with store calls, a phase of the same name, from the begin of its first
       store call to the end of its last.

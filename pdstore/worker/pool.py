@@ -165,7 +165,7 @@ class KVPool:
         after: Sequence[Job] = (),
         starts: Sequence[tuple[HandoffId, int]] = (),
         is_awaited: bool = False,
-        start: tuple[int, float] | None = None,
+        first_save: tuple[int, float] | None = None,
     ) -> OpenSave:
         """Starts a save that reads layers while the model still computes later layers.
 
@@ -174,7 +174,7 @@ class KVPool:
 
         starts: arguments for `start_handoff`, used when the save of the first layers begins.
         is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
-        start: `SavePlan.start`; without it, blocks that D has read are leased again.
+        first_save: `SavePlan.first_save`; without it, blocks that D has read are leased again.
         """
         first_block = self._first_block(keys, first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
@@ -186,7 +186,7 @@ class KVPool:
             starts = [*starts, (handoff, keys.num_tokens)]
         for started, _ in starts:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(started)
-        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, start)
+        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, first_save)
         job = Job(
             Direction.SAVE,
             work,

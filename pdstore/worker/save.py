@@ -45,7 +45,7 @@ class SaveWork(Work):
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.
     is_awaited: True if another instance waits for the blocks, so that the save may always evict.
-    start: the first token and the monotonic time of the prompt's first save; None: not known.
+    first_save: the first token and the monotonic time of the prompt's first save; None: not known.
     """
 
     mover: Mover
@@ -53,7 +53,7 @@ class SaveWork(Work):
     first_block: int
     handoff: HandoffId | None = None
     is_awaited: bool = False
-    start: tuple[int, float] | None = None
+    first_save: tuple[int, float] | None = None
     _planned: tuple[int, bool] | None = field(default=None, init=False)
     _waiting: deque[_Piece] = field(default_factory=deque, init=False)
     _are_all: bool = field(default=False, init=False)  # True: all blocks are released
@@ -164,13 +164,13 @@ class SaveWork(Work):
     def _is_first(self) -> bool:
         """True for a prompt's first save: others have saved the blocks before it, or save them."""
         size = self.prompt.layout.block_tokens
-        return self.start is not None and self.start[0] // size == self.first_block
+        return self.first_save is not None and self.first_save[0] // size == self.first_block
 
     def _num_leased(self, child: ChildJob, values: Values) -> int:
         """Returns how many leading values are stored; leases what D has not read yet."""
-        first_token, began = self.start or (0, 0.0)
+        first_token, began = self.first_save or (0, 0.0)
         first = bisect_left(values.numbers, first_token // self.prompt.layout.block_tokens)
-        return self.mover.num_matched(child, values.keys, self.start and (first, began))
+        return self.mover.num_matched(child, values.keys, self.first_save and (first, began))
 
     def _note_copied(self, child: ChildJob) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""

@@ -118,7 +118,7 @@ def test_prompts_that_come_together_save_what_they_share_once(request_of, instan
 def test_all_saves_of_a_prompt_tell_where_and_when_the_first_one_began(request_of):
     saves = compute(published_by(request_of()), 64, 64, 172)
     assert [save.first_token for save in saves] == [0, 64, 128]
-    [(first_token, began)] = {save.start for save in saves}
+    [(first_token, began)] = {save.first_save for save in saves}
     assert (first_token, began <= time.monotonic()) == (0, True)
 
 

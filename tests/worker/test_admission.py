@@ -142,7 +142,7 @@ def test_a_prompts_first_save_may_begin_behind_blocks_that_are_still_saved(full,
     """Another prompt saves the prefix that both share."""
     p, full.age_s = instance(over=full), 20.0
     save = p.pool.begin_save(
-        p.cache.keys(range(192)), P_BLOCKS, first_token=128, start=(128, time.monotonic())
+        p.cache.keys(range(192)), P_BLOCKS, first_token=128, first_save=(128, time.monotonic())
     )
     save.layers_done(3)
     assert save.job.wait(10).reason is None

@@ -91,7 +91,7 @@ def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
 
     monkeypatch.setattr(store, "fill", fill_and_read)
     handoff, _ = p.cache.announce(keys)
-    begun = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, start=(0, time.monotonic()))
+    begun = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, first_save=(0, time.monotonic()))
     begun.layers_done(3)
     assert begun.job.wait(20) == JobResult(320)
     time.sleep(FRESH_S)

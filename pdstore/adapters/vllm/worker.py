@@ -202,7 +202,7 @@ class PDStoreConnectorWorker:
                     after=earlier,
                     starts=plan.starts,
                     is_awaited=plan.is_awaited,
-                    start=plan.start,
+                    first_save=plan.first_save,
                 )
                 self.open_saves.add(save)
                 running.job = save.job

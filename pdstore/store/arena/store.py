@@ -141,9 +141,9 @@ class ArenaStore(Store):
         return sum(self._arena.find(keys, leases=True))
 
     def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
-        """Matches keys; leases no value again that was saved and then read.
+        """Matches keys, but leases no value again that was read after the prompt's saves stored it.
 
-        first, since: the keys from index `first` on were saved from this monotonic time on.
+        first, since: the index of the first key that they stored, and when they began (monotonic).
         """
         self._enter(keys)
         return sum(self._arena.find(keys, leases=True, spared=(first, since)))
