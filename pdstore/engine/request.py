@@ -186,10 +186,8 @@ class EngineRequest:
         """Returns whether the lookup has ended. The first call waits for that, up to `wait_s`."""
         if self._lookup is None or self.found is not None:
             return True
-        self.found = self._lookup.poll()
-        if self.found is None and wait_s > 0.0 and not self._was_polled:
-            with contextlib.suppress(TimeoutError):
-                self.found = self._lookup.wait(wait_s)
+        with contextlib.suppress(TimeoutError):
+            self.found = self._lookup.wait(0.0 if self._was_polled else wait_s)
         self._was_polled = True
         if self.found is None:
             return False
@@ -319,7 +317,7 @@ class EngineRequest:
           compute again.
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
-        if self._is_prompt_pending and self.settings.role != "decode":
+        if self._is_prompt_pending:
             if self.handoff is not None and not self.num_saved:
                 # what the engine had was saved earlier; the last save mends what the store lost
                 self.num_saved = start - start % self.keys.block_tokens
@@ -339,6 +337,11 @@ class EngineRequest:
         return None if self.is_published else self.handoff
 
     @property
+    def is_settled(self) -> bool:
+        """True if nothing more is to be saved; then an adapter need not call `begin_step`."""
+        return self._is_answering and not (self._is_prompt_pending or self.settings.save_decoded)
+
+    @property
     def answer(self) -> dict[str, Json]:
         """The `kv_transfer_params` of P's answer; empty if no save publishes the hand-off."""
         return self._answer if self.is_published else {}
@@ -350,9 +353,10 @@ class EngineRequest:
 
     @property
     def _is_prompt_pending(self) -> bool:
-        """True while some of the prompt is still to be saved, or its hand-off to be published."""
+        """True while some of the prompt must be saved, or its hand-off published; never in D."""
         is_saved = self.num_saved >= self._end_of_saves
-        return not is_saved or (self.handoff is not None and not self.is_published)
+        is_published = self.is_published or self.handoff is None
+        return self.settings.role != "decode" and not (is_saved and is_published)
 
     @property
     def _end_of_saves(self) -> int:

@@ -39,9 +39,9 @@ class StepFailed(StoreError):
 
     def __init__(self, step: str, why: str, cause: BaseException | None = None) -> None:
         remedy = cause.remedy if isinstance(cause, StoreError) else ""
-        super().__init__(f"the self-test's {step} failed: {why}", remedy=remedy)
         self.step = step
-        self.why = why
+        self.why = why.removesuffix(f"; {remedy}")
+        super().__init__(f"the self-test's {step} failed: {self.why}", remedy=remedy)
         self.__cause__ = cause
 
 
@@ -128,7 +128,7 @@ def _timed(step: str, seconds: dict[str, float]) -> Iterator[None]:
     except StepFailed:
         raise
     except StoreError as error:
-        raise StepFailed(step, str(error).removesuffix(f"; {error.remedy}"), error) from error
+        raise StepFailed(step, str(error), error) from error
     seconds[step] = time.perf_counter() - start
 
 
@@ -142,10 +142,7 @@ def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
     if result.num_tokens != keys.num_tokens:
         why = f"{result.num_tokens} of {keys.num_tokens} tokens"
         why += f" ({result.reason.value if result.reason else 'unknown'})"
-        words = str(result.error or "")
-        if isinstance(result.error, StoreError):
-            words = words.removesuffix(f"; {result.error.remedy}")
-        raise StepFailed(step, f"{why}: {words}" if words else why, result.error)
+        raise StepFailed(step, f"{why}: {result.error}" if result.error else why, result.error)
 
 
 def _prompt_of(

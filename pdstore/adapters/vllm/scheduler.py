@@ -77,6 +77,7 @@ class PDStoreConnectorScheduler:
         self._reporting: Reporting | None = None
         self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
+        self._unsettled: set[str] = set()  # the requests that a step must look at
         self._patience_left_s = self.patience_s
         self._loads: list[tuple[str, LoadPlan | None, Sequence[Sequence[int]]]] = []
         self._aborted: list[HandoffId] = []
@@ -127,6 +128,7 @@ class PDStoreConnectorScheduler:
             num_ranks=self.num_ranks,
         )
         self._requests[request.request_id] = request, state
+        self._unsettled.add(request.request_id)
         return state
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -149,14 +151,14 @@ class PDStoreConnectorScheduler:
         request_id = request.request_id
         _, state = self._requests[request_id]
         if state.failure is not None:
-            log.warning(
-                "%s fails, because its hand-off fell short: %s", request_id, state.failure.value
-            )
+            words = "%s fails, because its hand-off fell short: %s"
+            log.warning(words, request_id, state.failure.value)
             self.fail_load(request_id, block_ids, num_external)
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
         plan = state.plan_load(end, len(block_ids[0]) * self.saves.block_tokens)
         self._loads.append((request_id, plan, block_ids))
+        self._unsettled.add(request_id)  # again, if it was preempted: a save heals what is missing
 
     def fail_load(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
@@ -184,7 +186,7 @@ class PDStoreConnectorScheduler:
         scheduled = [
             (*self._requests[request_id], num_tokens)
             for request_id, num_tokens in output.num_scheduled_tokens.items()
-            if request_id in self._requests
+            if request_id in self._unsettled
         ]
         for request, state, _ in scheduled:
             if request.num_output_tokens:
@@ -193,6 +195,7 @@ class PDStoreConnectorScheduler:
             start = request.num_computed_tokens
             state.begin_step(start, start + num_tokens)
             metadata.saves += self.saves.plan(state, request, num_tokens)
+        self._unsettled -= {state.id for _, state, _ in scheduled if state.is_settled}
 
     def report(self, report: StepReport) -> None:
         """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
@@ -209,6 +212,7 @@ class PDStoreConnectorScheduler:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
         self.saves.forget_tables(request_id)
+        self._unsettled.discard(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known

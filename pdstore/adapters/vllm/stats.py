@@ -98,10 +98,8 @@ class StepMetrics(Metrics):
 
     def pop(self) -> PDStoreStats | None:
         """Returns the changes since the last call, or None. It is quick: every step calls it."""
-        new = PDStoreStats()
-        if not self._new.is_empty():
-            with self._lock:
-                new, self._new = self._new, new
+        with self._lock:
+            new, self._new = self._new, PDStoreStats()
         now = time.monotonic()
         if now >= self._gauges_at:
             self._gauges_at = now + _GAUGES_EVERY_S

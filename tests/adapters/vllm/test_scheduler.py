@@ -190,9 +190,20 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
     assert both.is_at_work, "the save's end comes with a step"
 
 
-def test_a_hand_off_that_falls_short_is_a_load_that_fails_where_it_must_not_be_computed(
-    scheduler_of,
-):
+def test_what_a_preempted_request_loads_in_vain_is_saved_again(saved, scheduler_of):
+    both, asked = scheduler_of(), request()
+    both.load(asked, [TABLE], found(both, asked))
+    both.report(loaded())
+    asked.num_output_tokens = 1
+    assert [step(both, asked, 300).saves, step(both, asked, 1).saves] == [[], []]
+    asked.num_computed_tokens = 0  # preempted
+    both.load(asked, [TABLE], found(both, asked))
+    both.report(loaded(num_tokens=64, reason=Reason.ABSENT))
+    asked.num_computed_tokens = 64
+    assert [save.plan.first_token for save in step(both, asked, 236).saves] == [64]
+
+
+def test_a_hand_off_that_must_not_be_computed_and_falls_short_fails_as_a_load(scheduler_of):
     strict = {"role": "decode", "on_miss": "fail", "may_follow": False, "handoff_wait_s": 0.05}
     d, theirs = scheduler_of(**strict), request(Handoff(HandoffId.new()).params())
     num_found = found(d, theirs)
