@@ -130,7 +130,9 @@ class Settings(BaseSettings):
         "auto",
         description="Block copies by the native library: `auto` if there is one, `off`, `require`.",
     )
-    workers: int = Field(4, ge=2, le=64, description="Threads that move blocks.")
+    workers: int | None = Field(
+        None, ge=2, le=64, description="Threads that move blocks. Unset: 4 over `shm://`, else 16."
+    )
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."
     )

@@ -70,7 +70,6 @@ class JobQueue:
         num_workers: int,
         pin: DevicePin,
         metrics: Metrics,
-        *,
         most_woken: int = MAX_JOBS,
         max_jobs: int = MAX_JOBS,
         max_bytes: int = MAX_BYTES,

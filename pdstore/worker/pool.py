@@ -79,24 +79,24 @@ class KVPool:
         with contextlib.ExitStack() as undo:
             self._swap = swap = swap or open_swap(settings, layout, kv_caches)
             undo.callback(swap.close)
-            if store is None:
-                store = connect_store(settings, self.metrics)
+            self._store = store = store or connect_store(settings, self.metrics)
+            if owns_store:
                 undo.callback(store.close)
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # it must be closed before its memory is unpinned
-            self._log_start(store)
             pin = DevicePin(swap.device, swap.device_api)
-            limits = {"most_woken": self._mover.way.split.most_woken, "max_jobs": max_jobs}
-            self._queue = JobQueue(settings.workers, pin, self.metrics, **limits)
+            split = self._mover.way.split
+            num_workers = settings.workers or split.num_workers
+            self._queue = JobQueue(num_workers, pin, self.metrics, split.most_woken, max_jobs)
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # closed before the queue: this ends calls that wait for an arena's lock
                 undo.callback(store.close)
-            self._store = store
             self._watch = KeyWatch(store, name="pdstore-follower")
             undo.callback(self._watch.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
             self._resources = undo.pop_all()
+        self._log_start(num_workers)
 
     @property
     def problem(self) -> str | None:
@@ -324,27 +324,22 @@ class KVPool:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
         return first_token // self.layout.block_tokens
 
-    def _log_start(self, store: Store) -> None:
-        """Logs in one line what an operator compares between instances, and then the copy paths.
-
-        The host memory in the line is the memory that values are copied through.
-        """
+    def _log_start(self, num_workers: int) -> None:
+        """Logs in one line what an operator compares between instances, and then the copy paths."""
         out, back = self._swap.plan(Direction.SAVE), self._swap.plan(Direction.LOAD)
         log.info(
             "pool %s, namespace %s, role %s, block copies by %s, %d MiB of host memory,"
             " %d workers%s",
-            store.label,
+            self._store.label,
             self.namespace.hex,
             self._settings.role,
             ", ".join(sorted({plan.path for plan in out + back})),
             self._mover.way.memory.num_bytes >> 20,
-            self._settings.workers,
+            num_workers,
             empty_settings(self._settings),
         )
         for one, other in zip(out, back, strict=True):
-            paths = one.path
-            if other.path != one.path:
-                paths = f"{one.path} to the host, {other.path} back"
+            paths = one.path if one.path == other.path else f"{one.path}; back: {other.path}"
             log.info("%s, %d tokens: %s, %s", one.part, one.num_tokens, paths, one.why)
 
 

@@ -45,6 +45,7 @@ class Split(NamedTuple):
       spreads the work on one range over the processors.
     at_once: how many ranges a worker saves or loads in one share, because one call of the library
       takes so many.
+    num_workers: the default of PDSTORE_WORKERS. Most stores' calls wait, so many must run at once.
     most_woken: how many workers a job wakes that no other instance waits for. Each of them takes
       Python's lock from the engine; the library needs only one to keep the device busy.
     early_ranges: a layer range of this many block ranges or more is saved before later layers are
@@ -54,13 +55,14 @@ class Split(NamedTuple):
     range_bytes: int = RANGE_BYTES
     many: int = _MANY
     at_once: int = 1
+    num_workers: int = 16
     most_woken: int = 1 << 16
     early_ranges: int = 4
 
     @classmethod
     def native(cls, range_bytes: int) -> Split:
         """Returns the split for a `StoreEnd` that runs little Python code for a range."""
-        return cls(range_bytes, many=1, at_once=RANGES_AT_ONCE, most_woken=1, early_ranges=2)
+        return cls(range_bytes, 1, RANGES_AT_ONCE, num_workers=4, most_woken=1, early_ranges=2)
 
     @property
     def early_bytes(self) -> int:

@@ -148,20 +148,18 @@ def test_block_ids_may_come_in_any_form_that_holds_ints(p, d, verb, form):
         ),
     ],
 )
-def test_a_pool_says_with_what_it_starts_and_which_settings_are_empty(
-    caplog, monkeypatch, empty, more
-):
+def test_a_pool_says_with_what_it_starts_and_what_is_empty(caplog, monkeypatch, empty, more):
     for name in empty:
         monkeypatch.setenv(name, "")
     caplog.set_level(logging.INFO)
     store = open_store("memory://", settings_of())
-    instance = Instance(store, role="prefill", workers=4, staging="8MiB", native="off")
+    instance = Instance(store, role="prefill", staging="8MiB", native="off")
     instance.close()
     store.close()
     line = next(r.getMessage() for r in caplog.records if "block copies by" in r.getMessage())
     assert line == (
         f"pool memory://, namespace {instance.cache.namespace.hex}, role prefill,"
-        f" block copies by TORCH, 7 MiB of host memory, 4 workers{more}"
+        f" block copies by TORCH, 7 MiB of host memory, 16 workers{more}"
     )
 
 

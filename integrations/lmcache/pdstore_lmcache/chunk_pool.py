@@ -85,6 +85,7 @@ class ChunkPool:
         max_calls: int = 1024,
     ) -> None:
         self._settings = settings
+        self._num_workers = settings.workers or 8  # 16 would have too little staging each
         self._lookup_wait_s = lookup_wait_s
         self._max_calls = max_calls
         self._names = names
@@ -103,7 +104,7 @@ class ChunkPool:
             self._movers = self._make_movers()
             undo.pop_all()
         self._workers = [
-            Worker(f"pdstore-worker-{n}", self._transfers.get) for n in range(settings.workers)
+            Worker(f"pdstore-worker-{n}", self._transfers.get) for n in range(self._num_workers)
         ] + [Worker("pdstore-lookups", self._lookups.get) for _ in range(_NUM_LOOKUP_WORKERS)]
         self._deadlines = Ticker("pdstore-deadlines", self._end_late)
 
@@ -141,7 +142,7 @@ class ChunkPool:
         for task in left:
             task.end(Reason.CLOSED, PoolClosed("the pool was closed"))
         self._deadlines.stop(_JOIN_S)
-        for _ in range(self._settings.workers):
+        for _ in range(self._num_workers):
             self._transfers.put(None)
         for _ in range(_NUM_LOOKUP_WORKERS):
             self._lookups.put(None)
@@ -152,7 +153,7 @@ class ChunkPool:
 
     def _make_movers(self) -> list[ChunkMover]:
         """Makes one for each worker; a worker uses the one that was used last."""
-        staging, workers = self._settings.staging, self._settings.workers
+        staging, workers = self._settings.staging, self._num_workers
         try:
             whole = self._store.allocate(staging)
         except (OSError, MemoryError) as error:
@@ -174,7 +175,7 @@ class ChunkPool:
         ended: Callable[[Ended], None],
     ) -> None:
         sizes = [len(chunk.memory) for chunk in chunks]
-        parts = shares(sizes, self._settings.workers, _SHARE_BYTES)
+        parts = shares(sizes, self._num_workers, _SHARE_BYTES)
         timeout_s = deadline_s + sum(sizes) / _BYTES_PER_S
         works = [
             partial(

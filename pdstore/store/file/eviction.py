@@ -170,9 +170,8 @@ class Evictor:
             self._thread = Ticker("pdstore-evictor", self._look)  # it scans at once
 
     def _look(self) -> float | None:
-        if self._is_known_full() or self._evict(0, _PATIENCE_S):
-            return None
-        return _RETRY_S
+        is_done = self._is_known_full() or self._evict(0, _PATIENCE_S)
+        return None if is_done else _RETRY_S
 
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until
