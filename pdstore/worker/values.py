@@ -7,6 +7,7 @@ each value would keep Python's lock from the engine's thread.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ class Split(NamedTuple):
       spreads the work on one range over the processors.
     at_once: how many ranges a worker saves or loads in one share, because one call of the library
       takes so many.
-    num_workers: the default of PDSTORE_WORKERS. Most stores' calls wait, so many must run at once.
+    num_workers: the default of PDSTORE_WORKERS: up to 16, because the calls of most stores wait.
     most_woken: how many workers a job wakes that no other instance waits for. Each of them takes
       Python's lock from the engine; the library needs only one to keep the device busy.
     early_ranges: a layer range of this many block ranges or more is saved before later layers are
@@ -55,7 +56,7 @@ class Split(NamedTuple):
     range_bytes: int = RANGE_BYTES
     many: int = _MANY
     at_once: int = 1
-    num_workers: int = 16
+    num_workers: int = max(4, min(16, os.cpu_count() or 1))
     most_woken: int = 1 << 16
     early_ranges: int = 4
 

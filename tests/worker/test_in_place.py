@@ -59,9 +59,8 @@ def test_what_p_saves_in_place_d_loads_in_place(instance, store, num_tokens, wor
 
 def test_values_and_their_headers_are_those_of_staging(instance, store, tmp_path):
     """A process that copies by torch, through staging, finds the same bytes in the same arena."""
-    p = instance()
+    p, other = instance(), open_store(f"shm://other?size=8MiB&dir={tmp_path}", settings_of())
     assert sum("pdstore-worker" in t.name for t in threading.enumerate()) == 4, "no call waits"
-    other = open_store(f"shm://other?size=8MiB&dir={tmp_path}", settings_of())
     save(p, range(200))
     staged = instance(over=other, native="off")
     for mine, theirs in zip(p.caches, staged.caches, strict=True):

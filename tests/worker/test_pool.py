@@ -16,6 +16,7 @@ from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.pool import behind_caller
 from pdstore.worker.swap.base import TorchSwap
+from pdstore.worker.values import Split
 from tests.support.kv import LAYERS, POISON, Instance, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -159,7 +160,7 @@ def test_a_pool_says_with_what_it_starts_and_what_is_empty(caplog, monkeypatch, 
     line = next(r.getMessage() for r in caplog.records if "block copies by" in r.getMessage())
     assert line == (
         f"pool memory://, namespace {instance.cache.namespace.hex}, role prefill,"
-        f" block copies by TORCH, 7 MiB of host memory, 16 workers{more}"
+        f" block copies by TORCH, 7 MiB of host memory, {Split().num_workers} workers{more}"
     )
 
 
