@@ -150,8 +150,6 @@ class Adapter:
     def saving(self, chunks: Sequence[Chunk]) -> Iterator[Callable[[int], None]]:
         """Saves the KV of prompts that a step in here computes; a last chunk publishes its prompt.
 
-        With PDSTORE_SAVE_DECODED=1 the blocks that answers fill are saved, too.
-
         Yields the `layer_written` of `Step`: the blocks of a layer range are stored as soon as its
         last layer is written, while the model computes the next ones. If the step fails, so do its
         saves.
@@ -179,12 +177,19 @@ class Adapter:
     def end(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that has ended, if they still run.
 
-        D is told of a hand-off that nothing publishes.
+        D is told of a hand-off that nothing publishes. With PDSTORE_SAVE_DECODED=1 the blocks that
+        the answer has filled are saved.
         """
         tracked = self._requests.get(request)
         if tracked is None:
             return
         with self._degrading(request):
+            if len(request.token_ids) > request.num_prompt:
+                stop = len(request.token_ids) - 1  # the last token has no KV
+                plan = tracked.state.plan_answer_save(stop, request.token_ids)
+                if plan is not None:
+                    save = self._start_save(request, tracked, plan)
+                    save.layers_done(len(self.pool.layout.held_layers))
             aborted = tracked.state.end()
             self._records.end_request(tracked.state)
             request.answer_params = tracked.state.answer or None
@@ -218,9 +223,12 @@ class Adapter:
         if tracked is None:
             return None
         tracked.state.begin_step(chunk.start, chunk.stop)
-        plan = tracked.state.plan_save(chunk.start, chunk.stop, request.token_ids)
-        if plan is None:
-            return None
+        plan = tracked.state.plan_save(chunk.start, chunk.stop)
+        return None if plan is None else self._start_save(request, tracked, plan)
+
+    def _start_save(
+        self, request: Request, tracked: _Tracked, plan: pdstore.SavePlan
+    ) -> pdstore.OpenSave:
         for handoff, num_tokens in plan.starts:
             self.pool.start_handoff(handoff, num_tokens)
         with self._recording(tracked.state, pdstore.Direction.SAVE, plan.handoff):

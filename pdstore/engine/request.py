@@ -168,7 +168,6 @@ class EngineRequest:
         self._load: LoadPlan | None = None  # the load that runs
         self._num_earlier_ends = 0
         self._shortfall: Reason | None = None
-        self._decoded: PromptKeys | None = None
         self._is_fed = False  # the whole prompt was given to the model
         self._is_answering = False
         if is_prefill:
@@ -309,23 +308,30 @@ class EngineRequest:
             if self.prompt_times is not None:
                 self.prompt_times.end_prompt(self)
 
-    def plan_save(self, start: int, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
-        """Returns the plan of the save of what a step computes; None if nothing can be saved.
+    def plan_save(self, start: int, stop: int) -> SavePlan | None:
+        """Returns the plan of the save of what a step computes of the prompt, or None.
 
-        start, stop: as `begin_step` takes them. A block of the answer is saved as soon as all of
-          its tokens are before `stop`. So `stop` must leave out tokens that a later step may
-          compute again.
+        start, stop: as `begin_step` takes them.
+        """
+        if not self._is_prompt_pending:
+            return None
+        if self.handoff is not None and not self.num_saved:
+            # what the engine had was saved earlier; the last save mends what the store lost
+            self.num_saved = start - start % self.keys.block_tokens
+        return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
+
+    def plan_answer_save(self, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
+        """Returns the plan of the save of the answer's whole blocks, or None; call it before `end`.
+
+        stop: leading tokens of prompt and answer whose KV is computed, so without the last one.
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
-        if self._is_prompt_pending:
-            if self.handoff is not None and not self.num_saved:
-                # what the engine had was saved earlier; the last save mends what the store lost
-                self.num_saved = start - start % self.keys.block_tokens
-            return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
-        step = self.keys.block_tokens
-        if self.settings.save_decoded and stop // step > self.num_saved // step:
-            return self._plan_save(self._decoded_until(stop, token_ids))
-        return None
+        end = stop - stop % self.keys.block_tokens
+        if not self.settings.save_decoded or self.is_loading or end <= self.num_saved:
+            return None
+        keys = self.keys.prefix(self.keys.num_tokens - 1)
+        keys.extend(list(token_ids[keys.num_tokens : end]))
+        return self._plan_save(keys.prefix(end))
 
     def end(self) -> HandoffId | None:
         """Ends the request; returns a hand-off that no save publishes: the caller must abort it."""
@@ -338,8 +344,8 @@ class EngineRequest:
 
     @property
     def is_settled(self) -> bool:
-        """True if nothing more is to be saved; then an adapter need not call `begin_step`."""
-        return self._is_answering and not (self._is_prompt_pending or self.settings.save_decoded)
+        """True if steps save nothing more; then an adapter need not call `begin_step`."""
+        return self._is_answering and not self._is_prompt_pending
 
     @property
     def answer(self) -> dict[str, Json]:
@@ -387,12 +393,3 @@ class EngineRequest:
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks
         return plan
-
-    def _decoded_until(self, num_tokens: int, token_ids: Sequence[int]) -> PromptKeys:
-        """Returns the keys of the whole blocks in the first `num_tokens` of prompt and answer."""
-        if self._decoded is None:
-            self._decoded = self.keys.prefix(self.keys.num_tokens - 1)
-        end = num_tokens - num_tokens % self.keys.block_tokens
-        if end > self._decoded.num_tokens:
-            self._decoded.extend(list(token_ids[self._decoded.num_tokens : end]))
-        return self._decoded.prefix(end)

@@ -57,7 +57,7 @@ def prefill(adapter, *stops):
     """Computes the prompt in parts; returns the kv_transfer_params of the answer."""
     tracked, start = looked_up(adapter, {"do_remote_decode": True}), 0
     for stop in stops:
-        save = adapter.begin_step(tracked, start, stop, PROMPT, IDS)
+        save = adapter.begin_step(tracked, start, stop, IDS)
         if save is not None:
             save.layers_done(3)
         start = stop

@@ -163,12 +163,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler.finish_request(request)
+        return self.request_finished_all_groups(request, (block_ids,))
 
+    @degrades(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        return False, self.scheduler.finish_request(request, block_ids)
 
     @degrades(lambda: False)
     def has_pending_push_work(self) -> bool:

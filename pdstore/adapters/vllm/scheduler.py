@@ -25,9 +25,10 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, LoadPlan
+from pdstore.engine.request import EngineRequest, LoadPlan, SavePlan
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Json
+from pdstore.format.layout import BlockTables
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -79,8 +80,9 @@ class PDStoreConnectorScheduler:
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._patience_left_s = self.patience_s
-        self._loads: list[tuple[str, LoadPlan | None, Sequence[Sequence[int]]]] = []
+        self._loads: list[tuple[str, LoadPlan | None, BlockTables]] = []
         self._aborted: list[HandoffId] = []
+        self._answers: list[SaveSpec] = []
 
     def set_layouts(self, ranks: Sequence[RankLayout]) -> None:
         """Takes the workers' layouts. Raises ConfigError if there are none or they differ."""
@@ -146,7 +148,7 @@ class PDStoreConnectorScheduler:
             return num_tokens - 1 - num_computed  # promise a load: only a load can fail
         return state.find(num_computed, num_tokens) - num_computed
 
-    def load(self, request: Any, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+    def load(self, request: Any, block_ids: BlockTables, num_external: int) -> None:
         """Queues the load that `num_found` promised, into the blocks that vLLM has allocated."""
         request_id = request.request_id
         _, state = self._requests[request_id]
@@ -160,9 +162,7 @@ class PDStoreConnectorScheduler:
         self._loads.append((request_id, plan, block_ids))
         self._unsettled.add(request_id)  # again, if it was preempted: a save heals what is missing
 
-    def fail_load(
-        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external: int
-    ) -> None:
+    def fail_load(self, request_id: str, block_ids: BlockTables, num_external: int) -> None:
         """Queues a load that loads nothing, because vLLM waits for the report of a load's end."""
         if (known := self._requests.get(request_id)) is not None:
             known[1].give_up()
@@ -170,12 +170,13 @@ class PDStoreConnectorScheduler:
         self._loads.append((request_id, None, [table[first:] for table in block_ids]))
 
     def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Adds the queued loads and aborted hand-offs to the metadata of a step."""
+        """Adds the queued loads, saves of answers and aborted hand-offs to a step's metadata."""
         self._patience_left_s = self.patience_s
         loads, self._loads = self._loads, []
         for request_id, plan, block_ids in loads:
             num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
             metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
+        metadata.saves, self._answers = self._answers, []
         metadata.aborted_handoffs, self._aborted = self._aborted, []
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
@@ -208,7 +209,7 @@ class PDStoreConnectorScheduler:
                 if known and not state.is_loading:
                     state.end_load()
 
-    def finish_request(self, request: Any) -> dict[str, Json] | None:
+    def finish_request(self, request: Any, block_ids: BlockTables = ()) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
         self.saves.forget_tables(request_id)
@@ -218,6 +219,9 @@ class PDStoreConnectorScheduler:
         _, state = known
         if request.num_output_tokens:
             state.end_prompt()
+            stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last has no KV
+            plan = state.plan_answer_save(stop, request.all_token_ids)
+            self._answers += self.saves.held(request_id, plan, block_ids)
         aborted = state.end()
         self._records.end_request(state)
         if aborted is not None:
@@ -276,7 +280,7 @@ class Saves:
     block_tokens: int = 1
 
     def __post_init__(self) -> None:
-        self._ids_of: Callable[[str], Sequence[Sequence[int]] | None] | None = None
+        self._ids_of: Callable[[str], BlockTables | None] | None = None
         self._added: dict[str, list[list[int]]] = {}
         self._held: dict[int, tuple[list[Any], int]] = {}  # blocks; how many ranks need them
         self._num_saves = 0
@@ -302,26 +306,26 @@ class Saves:
                     table.extend(ids)
 
     def plan(self, state: EngineRequest, request: Any, num_scheduled: int) -> list[SaveSpec]:
-        """Returns, in a list, the save of what this step computes of a request, if there is one.
+        """Returns, in a list, the save of what this step computes of a prompt, if there is one.
 
         request: vLLM's request. num_scheduled: how many of its tokens the step computes.
         """
         block_ids = (self._ids_of or self._added.get)(state.id)
-        if block_ids is None or self.block_pool is None:
+        if block_ids is None:
             return []
-        start, known = request.num_computed_tokens, request.num_tokens
-        if start < state.keys.num_tokens:
-            stop = min(start + num_scheduled, known)
-        else:
-            stop = min(start, known - 1)  # the last token has no KV yet, and drafts may be rejected
-        plan = state.plan_save(start, stop, request.all_token_ids)
-        if plan is None:
+        start = request.num_computed_tokens
+        plan = state.plan_save(start, min(start + num_scheduled, request.num_tokens))
+        return self.held(state.id, plan, block_ids)
+
+    def held(self, request_id: str, plan: SavePlan | None, ids: BlockTables) -> list[SaveSpec]:
+        """Returns a planned save, in a list; its blocks are held from now on."""
+        if plan is None or self.block_pool is None:
             return []
         first = plan.first_read // self.block_tokens
         end = -(-plan.keys.num_tokens // self.block_tokens)
         self._num_saves += 1
-        self._hold(self._num_saves, (id for table in block_ids for id in table[first:end]))
-        return [SaveSpec(self._num_saves, state.id, plan, tables_of(block_ids, end))]
+        self._hold(self._num_saves, (id for table in ids for id in table[first:end]))
+        return [SaveSpec(self._num_saves, request_id, plan, tables_of(ids, end))]
 
     def forget_tables(self, request_id: str) -> None:
         """Drops the block tables of a request that has ended."""

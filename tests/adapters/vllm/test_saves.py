@@ -30,8 +30,7 @@ def pool():
 @pytest.fixture
 def asked():
     """vLLM's request of the prompt."""
-    tokens = [*PROMPT, *range(1000, 1200)]
-    return SimpleNamespace(num_computed_tokens=0, num_tokens=len(PROMPT), all_token_ids=tokens)
+    return SimpleNamespace(num_computed_tokens=0, num_tokens=len(PROMPT))
 
 
 @pytest.fixture
@@ -80,16 +79,6 @@ def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_
     saves.release_blocks({second.number: 2})
     assert pool.held == []
     assert len(saves) == 0
-
-
-def test_a_token_that_a_draft_may_take_back_is_not_saved(pool, state_of, asked):
-    saves, state = saves_of(pool), state_of(save_decoded=True)
-    compute(saves, state, asked, 300)
-    asked.num_tokens = asked.num_computed_tokens = 320
-    assert saves.plan(state, asked, 1) == [], "the last token has no KV"
-    asked.num_tokens = 321
-    [save] = saves.plan(state, asked, 1)
-    assert (save.plan.first_token, save.plan.keys.num_tokens) == (256, 320)
 
 
 def step(new=(), cached=(), resumed=()):

@@ -190,6 +190,20 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
     assert both.is_at_work, "the save's end comes with a step"
 
 
+@pytest.mark.parametrize(("num_tokens", "ends"), [(320, []), (321, [320])])
+def test_an_answer_is_saved_at_its_end_up_to_the_last_token_with_kv(scheduler_of, num_tokens, ends):
+    both, asked = scheduler_of(save_decoded=True), request()
+    both.add(asked)
+    step(both, asked, 300)
+    asked.num_tokens, asked.num_output_tokens = num_tokens, num_tokens - 300
+    asked.num_computed_tokens = 330  # a draft may be taken back
+    asked.all_token_ids = list(range(1, num_tokens + 1))
+    assert step(both, asked, 1).saves == []
+    both.finish_request(asked, (TABLE,))
+    saved = [(s.plan.keys.num_tokens, [*s.block_ids[0]]) for s in idle_step(both).saves]
+    assert saved == [(end, TABLE) for end in ends]
+
+
 def test_what_a_preempted_request_loads_in_vain_is_saved_again(saved, scheduler_of):
     both, asked = scheduler_of(), request()
     both.load(asked, [TABLE], found(both, asked))
