@@ -29,9 +29,11 @@ from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
 from benchmarks.load.measure import measure, measure_apart, sizes_of
 from benchmarks.load.workloads import WORKLOADS, Sizes
+from examples.demo.processes import stop_on_signals
 
 
 def main() -> None:
+    stop_on_signals()
     given = _parse()
     replayed = [name for name in given.workload if WORKLOADS[name].needs_trace]
     if replayed and given.trace is None:

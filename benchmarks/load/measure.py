@@ -88,6 +88,7 @@ def measure(given: argparse.Namespace) -> Report:
                 for row in _measured(given, together, Path(scratch)):
                     report.add(*row)
                     _show(row)
+                    _write(given, report)
             except DemoError as error:
                 report.notes.append(f"{together}: {error}")
             _write(given, report)
