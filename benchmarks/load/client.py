@@ -61,6 +61,7 @@ class Client:
         self.gate = asyncio.Event()  # questions wait until it is set
         self.num_held = 0
         self.answers: list[Answer] = []
+        self.begun: list[Answer] = []  # also those that have not ended
         self.errors: list[str] = []
         self.num_asked = 0
 
@@ -81,6 +82,7 @@ class Client:
         await self.gate.wait()
         self.num_held -= 1
         answer = Answer(turn, len(prompt), self.now)
+        self.begun.append(answer)
         body: Json = {
             "prompt": prompt,
             "max_tokens": max_tokens,

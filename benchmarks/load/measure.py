@@ -148,7 +148,8 @@ class _Load:
         """Yields a row for each window; the last one has the questions without an answer."""
         for number, (begin, counts) in enumerate(self.windows, 1):
             ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < window_s]
-            tokens = sum(len(a.ids) for a in ended)
+            times = [time - begin for answer in self.client.begun for time in answer.times]
+            tokens = sum(0 <= time < window_s for time in times)
             own: list[Cell] = [number, rate, len(ended) / window_s, tokens / window_s]
             unanswered = self.client.num_open if number == len(self.windows) else 0
             yield [*own, *_times(ended), *counts, unanswered, len(self.client.errors)]
