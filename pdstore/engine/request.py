@@ -163,7 +163,6 @@ class EngineRequest:
         self._first_save: tuple[int, float] | None = None
         self._answer: dict[str, Json] = {}
         self._lookup: Lookup | None = None
-        self._was_polled = False
         self._num_usable = 0  # leading tokens of the match that the engine may count as computed
         self._load: LoadPlan | None = None  # the load that runs
         self._num_earlier_ends = 0
@@ -176,18 +175,19 @@ class EngineRequest:
                 self._starts = ((self.handoff, self.keys.num_tokens),)
         else:
             self.given = Handoff.of(self.params)
+        self._may_wait = self.given is None or self.given.num_tokens is not None  # P has answered
         if self.may_load:
             find = self.cache.follow if self.may_follow else self.cache.lookup
             self.timer.begin("wait")
             self._lookup = find(self.keys, None if is_prefill else self.params)
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Returns whether the lookup has ended. The first call waits for that, up to `wait_s`."""
+        """Returns whether the lookup has ended. The first call may wait for it, up to `wait_s`."""
         if self._lookup is None or self.found is not None:
             return True
         with contextlib.suppress(TimeoutError):
-            self.found = self._lookup.wait(0.0 if self._was_polled else wait_s)
-        self._was_polled = True
+            self.found = self._lookup.wait(wait_s if self._may_wait else 0.0)
+        self._may_wait = False
         if self.found is None:
             return False
         self.timer.end("wait")

@@ -226,6 +226,7 @@ def test_a_hand_off_that_must_not_be_computed_and_falls_short_fails_as_a_load(sc
     [spec] = idle_step(d).loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
+    assert scheduler_of(patience_s=9.0).num_found(theirs, 0) is None, "P may begin much later"
 
 
 def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
