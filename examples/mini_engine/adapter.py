@@ -157,8 +157,8 @@ class Adapter:
         saves: dict[Request, pdstore.OpenSave] = {}
         for chunk in chunks:
             with self._degrading(chunk.request):
-                if (save := self._begin_save(chunk)) is not None:
-                    saves[chunk.request] = save
+                if (plan := self._planned(chunk)) is not None:
+                    saves[chunk.request] = self._begin_save(chunk.request, plan)
 
         def layer_written(layer: int) -> None:
             for request, save in saves.items():
@@ -188,7 +188,7 @@ class Adapter:
                 stop = len(request.token_ids) - 1  # the last token has no KV
                 plan = tracked.state.plan_answer_save(stop, request.token_ids)
                 if plan is not None:
-                    save = self._start_save(request, tracked, plan)
+                    save = self._begin_save(request, plan)
                     save.layers_done(len(self.pool.layout.held_layers))
             aborted = tracked.state.end()
             self._records.end_request(tracked.state)
@@ -217,18 +217,16 @@ class Adapter:
         self._records.close()
         self.reporting.close()
 
-    def _begin_save(self, chunk: Chunk) -> pdstore.OpenSave | None:
-        """Starts to save the blocks that a chunk completes; None if there are none."""
-        request, tracked = chunk.request, self._requests.get(chunk.request)
+    def _planned(self, chunk: Chunk) -> pdstore.SavePlan | None:
+        """Returns the save of the blocks that a chunk completes; None if there are none."""
+        tracked = self._requests.get(chunk.request)
         if tracked is None:
             return None
         tracked.state.begin_step(chunk.start, chunk.stop)
-        plan = tracked.state.plan_save(chunk.start, chunk.stop)
-        return None if plan is None else self._start_save(request, tracked, plan)
+        return tracked.state.plan_save(chunk.start, chunk.stop)
 
-    def _start_save(
-        self, request: Request, tracked: _Tracked, plan: pdstore.SavePlan
-    ) -> pdstore.OpenSave:
+    def _begin_save(self, request: Request, plan: pdstore.SavePlan) -> pdstore.OpenSave:
+        tracked = self._requests[request]
         for handoff, num_tokens in plan.starts:
             self.pool.start_handoff(handoff, num_tokens)
         with self._recording(tracked.state, pdstore.Direction.SAVE, plan.handoff):
