@@ -38,7 +38,7 @@ from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
-_PATIENCE_S = 0.001
+_PATIENCE_S = 0.003
 
 
 @dataclass(eq=False)
@@ -53,8 +53,8 @@ class PDStoreConnectorScheduler:
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
     patience_s: seconds that a step waits, in all, for answers to its new lookups. A store on this
-      host answers in a fraction of a millisecond. A request whose lookup has no answer by then
-      waits for the next step, and steps may be long.
+      host answers in about a millisecond if the prompt is long. A request whose lookup has no
+      answer in time waits for the next step, and steps may be long.
 
     saves: the planner of the saves. Its `block_pool` must be set to vLLM's BlockPool, whose
       reference counts keep the blocks of saves allocated.
