@@ -165,9 +165,7 @@ def test_what_kubernetes_does_not_set_is_refused_as_ever(monkeypatch, name):
         ("PD_STORE_ROLE", "decode"),
     ],
 )
-def test_with_the_switch_off_an_engine_starts_whatever_else_is_set(
-    monkeypatch, name, value, switch
-):
+def test_with_the_switch_off_an_engine_starts_whatever_is_set(monkeypatch, name, value, switch):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
     monkeypatch.setenv(name, value)
     assert not read_engine_settings(role="prefill").pd_transfer_via_storage

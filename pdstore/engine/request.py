@@ -327,8 +327,8 @@ class EngineRequest:
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
         end = stop - stop % self.keys.block_tokens
-        if not self.settings.save_decoded or self.is_loading or end <= self.num_saved:
-            return None
+        if self._load or self._shortfall or not self.settings.save_decoded or end <= self.num_saved:
+            return None  # an engine may count tokens as computed that a load should have brought
         keys = self.keys.prefix(self.keys.num_tokens - 1)
         keys.extend(list(token_ids[keys.num_tokens : end]))
         return self._plan_save(keys.prefix(end))

@@ -56,7 +56,7 @@ class Split(NamedTuple):
     range_bytes: int = RANGE_BYTES
     many: int = _MANY
     at_once: int = 1
-    num_workers: int = max(4, min(16, os.cpu_count() or 1))
+    num_workers: int = max(4, min(16, len(os.sched_getaffinity(0))))
     most_woken: int = 1 << 16
     early_ranges: int = 4
 

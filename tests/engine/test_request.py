@@ -93,9 +93,7 @@ def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_sa
     assert (save.first_token, save.keys.num_tokens) == (128, 256)
 
 
-def test_a_save_begins_behind_what_the_pool_has_although_the_engine_needed_no_load(
-    request_of, instance_
-):
+def test_a_save_begins_behind_what_the_pool_has_even_without_a_load(request_of, instance_):
     saved(instance_, PROMPT[:192])
     request = request_of(may_load=True)
     eventually(request.poll)
@@ -175,10 +173,15 @@ def test_a_decode_instance_saves_no_prompt(request_of):
     assert compute(request_of(role="decode"), 300) == [None]
 
 
-def test_decoded_blocks_are_not_saved_unless_asked_for(request_of):
-    request = request_of()
+def test_an_answer_is_not_saved_behind_a_load_that_fell_short(instance_, request_of):
+    assert request_of().plan_answer_save(400, TOKENS) is None, "nobody asked for it"
+    saved(instance_)
+    request = request_of(may_load=True, save_decoded=True)
     compute(request, 300)
-    assert request.plan_answer_save(400, TOKENS) is None
+    loaded(request)  # it was preempted, and loads again
+    assert request.plan_answer_save(400, TOKENS) is None, "it still loads"
+    end_load(request, BLOCK, Reason.LOST)
+    assert request.plan_answer_save(400, TOKENS) is None, "vLLM may not have been told yet"
 
 
 @pytest.mark.parametrize("num_prompt", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 200])

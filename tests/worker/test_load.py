@@ -61,9 +61,7 @@ def damage(store, key, num_bytes=None, payload_bytes=BLOCK_BYTES):
 
 
 @pytest.mark.parametrize("range_bytes", [1, RANGE_BYTES])
-def test_all_that_is_wrong_is_removed_in_one_load_and_healed_by_one_save(
-    real_store, instance, range_bytes
-):
+def test_one_load_removes_all_that_is_wrong_and_one_save_heals(real_store, instance, range_bytes):
     own = {"over": real_store, "weights": f"of {range_bytes}"}
     p = instance(**own)
     d = instance(fill=POISON, workers=4, range_bytes=range_bytes, **own)
