@@ -30,10 +30,9 @@ def main() -> None:
 
 def plot_load(target: Path) -> None:
     """Draws throughput and first tokens over the jobs that arrive, for each kind of server."""
-    rows = _read("h200_load_agent.json")["rows"]
+    rows = _read("h200_load_agent.json")["runs"][0]["rows"]
     rates = sorted({int(row["rate"]) for row in rows})
     labels = {"plain": "no pool", "simple": "vLLM's offload", "shm": "shm://"}
-    labels["shm_auto"] = "shm://, PDSTORE_LOAD=auto"
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for kind, label in labels.items():
         own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["rate"])
