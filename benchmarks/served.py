@@ -89,6 +89,8 @@ def _servers(given: argparse.Namespace, store: str) -> Iterator[tuple[dict[str, 
             ("decode", d, "decode", {**pool, "CUDA_VISIBLE_DEVICES": last}),
         ):
             start(processes, name, _engine(given, role), url, **more)
+            if name == "alone":  # vLLM measures its GPU's memory at the start: one at a time
+                processes.wait_ready(given.start_seconds, lambda text: None)
         for number, (url, options) in enumerate(zip(routers, ROUTERS.values(), strict=True)):
             router = ["examples.router", "--prefill", p, "--decode", d, *options]
             start(processes, f"router-{number}", router, url)
@@ -156,7 +158,7 @@ def _parse() -> argparse.Namespace:
         help="P and the lone instance have the first, D the last",
     )
     add("--rest", type=float, default=0.3, help="seconds between two prompts")
-    add("--start-seconds", type=float, default=300, help="for all servers")
+    add("--start-seconds", type=float, default=300, help="for the servers")
     add("--layers", type=int, default=4, help="of the tiny checkpoint")
     add("--hidden", type=int, default=256)
     add("options", nargs="*", help="of each engine, behind --; vllm without: for a tiny model")

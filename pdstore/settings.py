@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",
-        description="What this instance does: `prefill` saves, `decode` loads, `both` does both.",
+        description="`prefill` saves prompts, `decode` loads them and saves answers; `both`: all.",
     )
     weights: str | None = Field(
         None,
@@ -111,8 +111,7 @@ class Settings(BaseSettings):
         True, description="0: this instance loads from the pool and never saves to it."
     )
     save_decoded: bool = Field(
-        False,
-        description="1: blocks of answers are saved as well, for a conversation's next turn.",
+        True, description="0: the blocks of answers are not saved for a conversation's next turn."
     )
     require_store: bool = Field(
         False,

@@ -12,10 +12,10 @@ run. `shm@TREE` is a kind of pdstore from another checkout, which --trees names;
 `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
-offloads, `lmcache` its server; `shm`, `shm_decoded`, `shm_auto` and `files` are one instance with
-pdstore; `relayed` and `concurrent` are P and D, `nixl` and `lmcache_pd` too, of others; `two` are
-two instances with one pool behind a router, and `two_affinity` behind one that sends a prompt where
-its prefix went before.
+offloads, `lmcache` its server; `shm`, `shm_prompts` (no answers saved), `shm_auto` and
+`files` are one instance with pdstore; `relayed` and `concurrent` are P and D, `nixl` and
+`lmcache_pd` too, of others; `two` are two instances with one pool behind a router, and
+`two_affinity` behind one that sends a prompt where its prefix went before.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "lmcache": _lmcache(gib),
         "lmcache_pd": _lmcache(gib, 2)._replace(mode="relayed"),
         "shm": Kind([instance(arena)]),
-        "shm_decoded": Kind([instance(arena, PDSTORE_SAVE_DECODED="1")]),
+        "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
         "files": Kind([instance(f"{files}?budget={num_bytes}")]),
         "nixl": Kind([_nixl("kv_producer", 0), _nixl("kv_consumer", 1)], "relayed"),

@@ -12,9 +12,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ import httpx
 
 from benchmarks.load.client import Answer, Client, Mode
 from benchmarks.load.kinds import Fleet, kinds
-from benchmarks.load.workloads import WORKLOADS, Plan, Sizes, Workload
+from benchmarks.load.workloads import WORKLOADS, Plan, Sizes
 from benchmarks.report import Cell, Report
 from examples.demo.client import counters
 from examples.demo.processes import ROOT, DemoError, Processes
@@ -85,18 +85,15 @@ def measure(given: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
         for together in [names] if given.beside else [[name] for name in names]:
             try:
-                for row in _measured(given, together, Path(scratch)):
-                    report.add(*row)
-                    _show(row)
-                    _write(given, report)
+                _measure(given, together, Path(scratch), report)
             except DemoError as error:
                 report.notes.append(f"{together}: {error}")
             _write(given, report)
     return report
 
 
-def _measured(given: argparse.Namespace, names: list[str], scratch: Path) -> Iterator[list[Cell]]:
-    """Starts the servers of some kinds, loads them in turns, and yields a row for each window.
+def _measure(given: argparse.Namespace, names: list[str], scratch: Path, report: Report) -> None:
+    """Starts the servers of some kinds, loads them in turns, and reports a row for each window.
 
     Every workload and rate has prompts of its own, since the pools keep those of the ones before.
     """
@@ -123,41 +120,26 @@ def _measured(given: argparse.Namespace, names: list[str], scratch: Path) -> Ite
         for number, (what, rate) in enumerate(cells):
             plan = Plan(replace(sizes[what], rate=rate), given.seed + number, given.trace)
             loads = [_Load(*each) for each in servers]
-            asyncio.run(_take_turns(given, WORKLOADS[what], plan, loads))
+            asyncio.run(_take_turns(given, what, plan, loads, report))
             processes.check()
-            for load in loads:
-                yield from ([load.name, what, *row] for row in load.rows(given.window, rate))
 
 
 @dataclass
 class _Load:
-    """The load on one kind. windows: for each when it began, and what the servers counted."""
+    """The load on one kind."""
 
     name: str
     mode: Mode
     urls: list[str]
     asked: list[str]
-    windows: list[tuple[float, list[Cell]]] = field(default_factory=list)
 
     def begin(self, http: httpx.AsyncClient) -> Client:
         """Returns a client whose users wait until a window begins."""
         self.client = Client(http, self.asked, self.mode)
         return self.client
 
-    def rows(self, window_s: float, rate: float) -> Iterator[list[Cell]]:
-        """Yields a row for each window; the last one has the questions without an answer."""
-        for number, (begin, counts) in enumerate(self.windows, 1):
-            ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < window_s]
-            times = [time - begin for answer in self.client.begun for time in answer.times]
-            tokens = sum(0 <= time < window_s for time in times)
-            own: list[Cell] = [number, rate, len(ended) / window_s, tokens / window_s]
-            unanswered = self.client.num_open if number == len(self.windows) else 0
-            yield [*own, *_times(ended), *counts, unanswered, len(self.client.errors)]
-        for error in self.client.errors[:3]:
-            print(error, file=sys.stderr)
-
-    async def window(self, warm_s: float, seconds: float) -> None:
-        """Lets the users ask for a while; returns when all that they asked is answered."""
+    async def window(self, warm_s: float, seconds: float) -> list[Cell]:
+        """Lets the users ask for a while; returns the columns from `answers/s` on."""
         self.client.gate.set()
         await asyncio.sleep(warm_s)
         before, begin = [counters(url) for url in self.urls], self.client.now
@@ -169,7 +151,13 @@ class _Load:
             counts = (sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
             return int(max(counts))
 
-        self.windows.append((begin, [more(*_LOADED), more(_COMPUTED), more(_PREEMPTED)]))
+        counts = [more(*_LOADED), more(_COMPUTED), more(_PREEMPTED)]
+        ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < seconds]
+        times = [time - begin for answer in self.client.begun for time in answer.times]
+        tokens = sum(0 <= time < seconds for time in times)
+        rates: list[Cell] = [len(ended) / seconds, tokens / seconds]
+        errors = len(self.client.errors)
+        return [*rates, *_times(ended), *counts, self.client.num_open, errors]
 
     async def pause(self) -> None:
         self.client.gate.clear()
@@ -178,9 +166,9 @@ class _Load:
 
 
 async def _take_turns(
-    given: argparse.Namespace, workload: Workload, plan: Plan, loads: list[_Load]
+    given: argparse.Namespace, what: str, plan: Plan, loads: list[_Load], report: Report
 ) -> None:
-    """Gives each kind its windows; in each round but one kind's users ask at a time."""
+    """Gives each kind its windows, in turns; adds each to the report when it ends."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
         for load in loads:
@@ -188,15 +176,23 @@ async def _take_turns(
             client.gate.set()
             for number in range(_WARM_UP):
                 await client.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
-        running = [asyncio.create_task(workload.run(load.begin(http), plan)) for load in loads]
+        run = WORKLOADS[what].run
+        running = [asyncio.create_task(run(load.begin(http), plan)) for load in loads]
         for number, load in itertools.product(range(given.windows), loads):
             again_s = given.again if given.beside else 0.0
-            await load.window(again_s if number else given.warm, given.window)
+            warm_s = again_s if number else given.warm
+            own = await load.window(warm_s, given.window)
+            row = [load.name, what, number + 1, plan.sizes.rate, *own]
+            report.add(*row)
+            _show(row)
+            _write(given, report)
             if given.beside:
                 await load.pause()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        for error in [error for load in loads for error in load.client.errors[:3]]:
+            print(error, file=sys.stderr)
 
 
 def _show(row: Sequence[Cell]) -> None:

@@ -129,7 +129,6 @@ class Fleet:
         env.pop(SWITCH, None)
         if is_on:
             env[SWITCH] = "1"
-            env.setdefault("PDSTORE_SAVE_DECODED", str(int(name == "decode")))
         command = self._engine.command(self._model, role, self._ports[name])
         is_ready = partial(is_healthy, self._url(name))
         log = name if is_on or name == "alone" else f"{name}-off"

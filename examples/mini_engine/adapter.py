@@ -177,8 +177,8 @@ class Adapter:
     def end(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that has ended, if they still run.
 
-        D is told of a hand-off that nothing publishes. With PDSTORE_SAVE_DECODED=1 the blocks that
-        the answer has filled are saved.
+        D is told of a hand-off that nothing publishes. The blocks that the answer has filled are
+        saved.
         """
         tracked = self._requests.get(request)
         if tracked is None:

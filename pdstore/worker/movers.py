@@ -127,7 +127,7 @@ def open_mover(
     metrics.slots.set(staging.num_slots)
     metrics.slots_lent.set_function(lambda: staging.num_lent)
     undo.callback(metrics.slots_lent.set_function, lambda: 0)
-    return Mover(ends, StagedEnd(ends, staging, Split(range_bytes)), admission)
+    return Mover(ends, StagedEnd(ends, staging, range_bytes), admission)
 
 
 def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPlaceEnd | None:
@@ -144,7 +144,7 @@ def _in_place(ends: Ends, range_bytes: int, undo: contextlib.ExitStack) -> InPla
     memory = PinnedMemory(view, span, swap.registrar, span_bytes=span)
     undo.callback(memory.close)
     log.info("%s: values are copied in its own memory, without staging", store.label)
-    return InPlaceEnd(ends, swap, arena, memory, Split.native(range_bytes))
+    return InPlaceEnd(ends, swap, arena, memory, Split.of_arena(range_bytes))
 
 
 def check_values_fit(store: Store, layout: Layout) -> None:

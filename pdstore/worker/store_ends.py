@@ -102,12 +102,17 @@ class StagedEnd(StoreEnd):
     A child job holds at most two windows of slots: one window that is being filled, and one whose
     copy runs. It waits for slots only while it holds none, so that no two jobs wait for each other.
 
-    split: a window, whose values are read, verified and copied together, is about one range.
+    range_bytes: the approximate bytes of a block range. A window, whose values are read, verified
+      and copied together, is about one range of the split.
     Raises LayoutError when a block's parts do not fit staging.
     """
 
-    def __init__(self, ends: Ends, staging: Staging, split: Split) -> None:
-        self.split = split
+    def __init__(self, ends: Ends, staging: Staging, range_bytes: int) -> None:
+        self._native = ends.swap if isinstance(ends.swap, NativeSwap) else None
+        self._files: FileStore | None = None  # set if the library seals, reads and verifies values
+        if self._native is not None:
+            self._files = find_optional(ends.store, FileStore)
+        self.split = Split(range_bytes) if self._files is None else Split.of_files(range_bytes)
         self.memory = staging.memory
         self._staging = staging
         self._ends = ends
@@ -118,13 +123,9 @@ class StagedEnd(StoreEnd):
                 f"a block has {self._num_parts} parts on this rank and staging has"
                 f" {staging.num_slots} slots: raise PDSTORE_STAGING"
             )
-        window = -(-split.range_bytes // staging.slot_bytes)
+        window = -(-self.split.range_bytes // staging.slot_bytes)
         self._window = max(self._num_parts, min(window, largest))
         self._base = address_of(staging.view) + block.HEADER_BYTES
-        self._native = ends.swap if isinstance(ends.swap, NativeSwap) else None
-        self._files: FileStore | None = None  # set if the library seals, reads and verifies values
-        if self._native is not None:
-            self._files = find_optional(ends.store, FileStore)
 
     @contextlib.contextmanager
     def slots(self, child: ChildJob, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:

@@ -24,10 +24,6 @@ Tables = tuple[Sequence[int], ...]
 RANGE_BYTES = 32 << 20
 """The approximate bytes of a block range. With smaller ranges, workers wait for Python's lock;
 larger ranges do not fit the cores' caches."""
-_MANY = 8
-RANGES_AT_ONCE = 8
-"""Ranges that one call of the library saves: enough for a prompt of 2,048 tokens of an 8B model.
-A longer prompt takes several calls, which several workers share."""
 
 
 class BlockRange(NamedTuple):
@@ -44,8 +40,7 @@ class Split(NamedTuple):
     many: a job of fewer ranges is split into this many smaller ranges, none of them smaller than
       `range_bytes / many`, so that several workers share it. 1 makes no such split: the library
       spreads the work on one range over the processors.
-    at_once: how many ranges a worker saves or loads in one share, because one call of the library
-      takes so many.
+    at_once: how many ranges a worker moves in one share, because a call of the library takes them.
     num_workers: the default of PDSTORE_WORKERS: up to 16, because the calls of most stores wait.
     most_woken: how many workers a job wakes that no other instance waits for. Each of them takes
       Python's lock from the engine; the library needs only one to keep the device busy.
@@ -54,16 +49,21 @@ class Split(NamedTuple):
     """
 
     range_bytes: int = RANGE_BYTES
-    many: int = _MANY
+    many: int = 8
     at_once: int = 1
     num_workers: int = max(4, min(16, len(os.sched_getaffinity(0))))
     most_woken: int = 1 << 16
     early_ranges: int = 4
 
     @classmethod
-    def native(cls, range_bytes: int) -> Split:
-        """Returns the split for a `StoreEnd` that runs little Python code for a range."""
-        return cls(range_bytes, 1, RANGES_AT_ONCE, num_workers=4, most_woken=1, early_ranges=2)
+    def of_arena(cls, range_bytes: int) -> Split:
+        """Returns the split for copies in an arena's memory, which run little Python code."""
+        return cls(range_bytes, 1, at_once=8, num_workers=4, most_woken=1, early_ranges=2)
+
+    @classmethod
+    def of_files(cls, range_bytes: int) -> Split:
+        """Returns the split for files that the library's threads share: a few calls of much."""
+        return cls(4 * range_bytes, 4, most_woken=2, early_ranges=1)
 
     @property
     def early_bytes(self) -> int:

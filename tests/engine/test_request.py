@@ -174,9 +174,9 @@ def test_a_decode_instance_saves_no_prompt(request_of):
 
 
 def test_an_answer_is_not_saved_behind_a_load_that_fell_short(instance_, request_of):
-    assert request_of().plan_answer_save(400, TOKENS) is None, "nobody asked for it"
+    assert request_of(save_decoded=False).plan_answer_save(400, TOKENS) is None
     saved(instance_)
-    request = request_of(may_load=True, save_decoded=True)
+    request = request_of(may_load=True)
     compute(request, 300)
     loaded(request)  # it was preempted, and loads again
     assert request.plan_answer_save(400, TOKENS) is None, "it still loads"
@@ -187,7 +187,7 @@ def test_an_answer_is_not_saved_behind_a_load_that_fell_short(instance_, request
 @pytest.mark.parametrize("num_prompt", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 200])
 @pytest.mark.parametrize("stop", [201, 255, 256, 257, 500])
 def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(request_of, num_prompt, stop):
-    request = request_of(tokens=TOKENS[:num_prompt], save_decoded=True)
+    request = request_of(tokens=TOKENS[:num_prompt])
     compute(request, num_prompt)
     save, end = request.plan_answer_save(stop, TOKENS), stop // BLOCK * BLOCK
     assert (save is None) == (end <= num_prompt // BLOCK * BLOCK)

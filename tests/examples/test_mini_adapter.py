@@ -35,7 +35,6 @@ from tests.support.mini_engine_kit import (
 )
 
 BLOCK = 64
-SAVING = {"save_decoded": True}
 SLOW = "bytes_per_s=400KB&error_rate=0&miss_rate=0&corrupt_rate=0"
 TOKENS = 200  # 100 KB of KV: a quarter of a second of that store
 
@@ -242,7 +241,7 @@ def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoi
 def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
     open_instance, checkpoints, num_prompt, num_answer
 ):
-    p, d = open_instance("prefill"), open_instance("decode", pd=SAVING)
+    p, d = open_instance("prefill"), open_instance("decode")
     prompt = prompt_of(num_prompt)
     first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
     assert_same(first, *expect(checkpoints["llama"], prompt, num_answer))
@@ -259,7 +258,7 @@ def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
 
 
 def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):
-    d, p = open_instance("decode", pd=SAVING), open_instance("prefill")
+    d, p = open_instance("decode"), open_instance("prefill")
     prompt = prompt_of(100)
     first = ask(d, prompt, 100).wait()
     assert first.request.num_loaded == 0

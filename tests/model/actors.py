@@ -324,7 +324,7 @@ class Actors:
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)
         ends = Ends(rank.layout, swap, store, self._metrics)
-        return Mover(ends, StagedEnd(ends, rank.staging, Split(1)))
+        return Mover(ends, StagedEnd(ends, rank.staging, 1))
 
     def _mark(self, mover: Mover, key: BlockKey, marker: Header) -> None:
         carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), seconds=60))

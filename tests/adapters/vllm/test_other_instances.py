@@ -13,6 +13,7 @@ from tests.support.kv import eventually
 from tests.support.redis_gate import SAVE
 
 BLOCK, LONG = 64, 900
+NO_ANSWERS = {"PDSTORE_SAVE_DECODED": "0"}  # else a D loads what it computed and saved itself
 
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 OTHER_DTYPE = "--kv-cache-dtype=fp8" if HAS_AVX512 else "--dtype=float32"
@@ -88,7 +89,7 @@ def assert_never_loads(p, d, field):
 def test_other_weights_of_the_same_name_are_never_loaded(pair, launcher, checkpoints, started):
     model = checkpoints("llama", seed=1)
     assert model.name == checkpoints("llama").name
-    env = switched_on(pair.redis.url, "decode")
+    env = switched_on(pair.redis.url, "decode") | NO_ANSWERS
     assert_never_loads(pair.p, started(launcher.vllm("other-weights", model, env=env)), "weights")
 
 
@@ -97,7 +98,7 @@ def test_kv_of_another_dtype_is_never_loaded(pair, launcher, checkpoints, starte
     p, d = (
         launcher.vllm(role, model, "--dtype=bfloat16", *options, env=env)
         for role, options in (("prefill", ()), ("decode", (OTHER_DTYPE,)))
-        for env in [switched_on(pair.redis.url, role)]
+        for env in [switched_on(pair.redis.url, role) | NO_ANSWERS]
     )
     assert_never_loads(started(p), started(d), "dtype")
 
@@ -109,7 +110,7 @@ def forget(server):
 
 
 def test_the_next_turn_s_p_loads_the_prompt_and_the_answer(pair, launcher, checkpoints, started):
-    env = switched_on(pair.redis.url, "decode") | {"PDSTORE_SAVE_DECODED": "1"}
+    env = switched_on(pair.redis.url, "decode")
     d = started(launcher.vllm("saving-d", checkpoints("llama"), *CACHING, env=env))
     prompt = new_prompt(200)
     answer = ask(d, prompt, 150, kv_transfer_params=prefill(pair.p, prompt))

@@ -192,7 +192,7 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
 
 @pytest.mark.parametrize(("num_tokens", "ends"), [(320, []), (321, [320])])
 def test_an_answer_is_saved_at_its_end_up_to_the_last_token_with_kv(scheduler_of, num_tokens, ends):
-    both, asked = scheduler_of(save_decoded=True), request()
+    both, asked = scheduler_of(), request()
     both.add(asked)
     step(both, asked, 300)
     asked.num_tokens, asked.num_output_tokens = num_tokens, num_tokens - 300
