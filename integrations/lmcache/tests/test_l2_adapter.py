@@ -105,7 +105,10 @@ def test_a_chunk_that_lmcache_has_compressed_is_not_stored(open_adapter):
     assert adapter.find(KEYS[:1]) == []
 
 
-@pytest.mark.parametrize("settings", [{"publish": False}, {"role": "decode"}])
+LOADS_ONLY = {"role": "decode", "save_decoded": False}
+
+
+@pytest.mark.parametrize("settings", [{"publish": False}, LOADS_ONLY])
 def test_an_instance_that_does_not_save_loads_all_the_same(open_adapter, settings):
     p, d = open_adapter(), open_adapter(**settings)
     assert not d.store(KEYS[:1], objects(1))
