@@ -40,7 +40,7 @@ ADVICE: dict[Reason, Advice] = {
     ),
     Reason.OTHER_SEAL: Advice(
         "a value is encrypted with a seal key that this instance lacks; an instance that saves"
-        " removes the value, and a `decode` instance leaves it",
+        " prompts removes the value, and a `decode` instance leaves it",
         "`PDSTORE_SEAL_KEY_FILE` of P and D",
     ),
     Reason.FORGED: Advice(

@@ -111,10 +111,10 @@ def open_mover(
     """
     store = seal_store(store, settings)
     check_values_fit(store, layout)
-    saves = settings.publish and settings.role != "decode"
-    # an instance that never saves does not remove values of another seal key: it cannot save them
-    # again, and its own key may be the wrong one
-    removed = BAD | {Reason.OTHER_SEAL} if saves else BAD
+    heals = settings.publish and settings.role != "decode"
+    # D does not remove values of another seal key: it does not save prompts again, and its own key
+    # may be the wrong one
+    removed = BAD | {Reason.OTHER_SEAL} if heals else BAD
     ends = Ends(layout, swap, store, metrics, removed)
     admission = Admission() if settings.role != "prefill" else None  # D waits for all of P's
     in_place = _in_place(ends, range_bytes, undo)
