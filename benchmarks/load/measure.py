@@ -104,13 +104,12 @@ def _measure(given: argparse.Namespace, names: list[str], scratch: Path, report:
         for what in given.workload
         for rate in (WORKLOADS[what].is_open and given.rates) or [sizes[what].rate]
     ]
-    with contextlib.ExitStack() as started:
-        processes = started.enter_context(Processes())
+    with contextlib.ExitStack() as pools, Processes() as processes:
         how = given.engine, given.options, given.gpus
         fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu)
         servers = []
         for name in names:
-            pool = Path(started.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
+            pool = Path(pools.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
             what, *settings = name.split("+")
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT

@@ -15,30 +15,56 @@ from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks, bytes_of
+from pdstore.worker.values import PromptBlocks, Split, bytes_of
 
 _WINDOW = 128
 """Maximum number of keys in one match: these blocks must be loaded before their leases end."""
 _PAUSE_S = 0.02  # maximum time between two searches: a store may not notice all changes
-_ASK_AFTER_S = 0.1
+_QUIET_S = 0.1  # after so long without a new block, P's id is asked for, and steps are small
 
 
 class _Lane:
-    """One layer range of a prompt: which of its blocks are stored, and which the load may read."""
+    """One layer range of a prompt: which of its blocks are stored, and which the load may read.
 
-    def __init__(self, prompt: PromptBlocks, first_block: int, layer_range: int) -> None:
+    It waits for a whole share of blocks, because each step delays the engine. At its end it waits
+    for each block, unless P will store later layers: then no request waits for this end.
+
+    after: the next layer range; None for the last one.
+    """
+
+    def __init__(
+        self,
+        prompt: PromptBlocks,
+        first_block: int,
+        layer_range: int,
+        split: Split,
+        after: _Lane | None,
+    ) -> None:
         self._prompt = prompt
+        self._split = split
         self._layer_range = layer_range
         values = prompt.values_from(first_block, layer_range)
         self._keys = values.keys
         self._numbers = values.numbers
         self._at = 0
         self._released = first_block
+        self._share = split.at_once * split.range_bytes // max(values.sizes, default=1)
+        self._goes_far = True
+        self._after = after
 
     @property
-    def missing(self) -> BlockKey | None:
-        """The first key that no match has found yet; None if all keys are found."""
-        return self._keys[self._at] if self._at < len(self._keys) else None
+    def awaited(self) -> BlockKey | None:
+        """The key to search for, of those that no match has found yet; None if there are none."""
+        left = len(self._keys) - self._at
+        if not left:
+            return None
+        is_last = self._after is None or self._after._released >= self._released
+        is_near = not self._goes_far or (is_last and left <= 2 * self._share)
+        return self._keys[self._at + (0 if is_near else min(self._share, left - 1))]
+
+    def come_near(self) -> None:
+        """Waits for the first missing key, until it is found: P stores slowly, or left a gap."""
+        self._goes_far = False
 
     @property
     def is_complete(self) -> bool:
@@ -51,7 +77,8 @@ class _Lane:
             window = self._keys[self._at : self._at + _WINDOW]
             found, asked = count_of(store.match(window), window, store), len(window)
             self._at += found
-        return self._at > before
+        self._goes_far = self._at > before
+        return self._goes_far
 
     def release_whole(self, work: LoadWork) -> bool:
         """Lets the load start on blocks whose keys are all found. Returns True if any are new."""
@@ -62,7 +89,8 @@ class _Lane:
             return False
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
-        work.release(work.mover.way.split.ranges(first, stop, num_bytes), self._layer_range)
+        ranges = self._split.ranges(first, stop, num_bytes // self._split.at_once)
+        work.release(ranges, self._layer_range)
         self._released = stop
         return True
 
@@ -107,8 +135,12 @@ class Follow(Waiter):
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s = stall_s
         first_block = work.first_token // prompt.layout.block_tokens
-        self._lanes = [_Lane(prompt, first_block, n) for n in prompt.layout.held_ranges]
-        for n in prompt.layout.held_ranges:
+        split, held = work.mover.way.split, prompt.layout.held_ranges
+        self._lanes: list[_Lane] = []
+        for n in reversed(held):
+            after = self._lanes[0] if self._lanes else None
+            self._lanes.insert(0, _Lane(prompt, first_block, n, split, after))
+        for n in held:
             work.release([], n)  # else tokens that some layer ranges still lack would count
 
     @property
@@ -117,9 +149,9 @@ class Follow(Waiter):
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to search for; if one of them appears, the watch calls `look_ended`."""
-        missing = [lane.missing for lane in self._lanes]
+        awaited = [lane.awaited for lane in self._lanes]
         beats = self._pulse.ring if self._pulse is not None else []
-        return [self._failed, *self._done, *(key for key in missing if key is not None), *beats]
+        return [self._failed, *self._done, *(key for key in awaited if key is not None), *beats]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
@@ -141,7 +173,7 @@ class Follow(Waiter):
         cut, moved = self._cut(stored), False
         try:
             for lane in self._lanes:
-                if cut is not None or lane.missing in stored:
+                if cut is not None or lane.awaited in stored:
                     moved |= lane.advance(self._store)
         except StoreError:  # blocks found before it are loaded; the next search finds the rest
             cut = None
@@ -149,6 +181,9 @@ class Follow(Waiter):
             moved |= lane.release_whole(self._work)
         if moved:
             self._note_life(asked_at)
+        elif asked_at - self._moved_at > _QUIET_S:
+            for lane in self._lanes:
+                lane.come_near()
         is_complete = all(lane.is_complete for lane in self._lanes)
         if is_complete or cut is not None:
             self._work.close(None if is_complete else cut)
@@ -157,7 +192,7 @@ class Follow(Waiter):
 
     def _learn_instance(self, asked_at: float) -> None:
         """Reads P's instance id from a marker if the hand-off id lacks it and no block has come."""
-        if self._has_asked or asked_at - self._moved_at < _ASK_AFTER_S:
+        if self._has_asked or asked_at - self._moved_at < _QUIET_S:
             return
         try:
             started = read_marker(self._store, self._handoff.started(self._namespace))

@@ -63,7 +63,7 @@ class Split(NamedTuple):
     @classmethod
     def of_files(cls, range_bytes: int) -> Split:
         """Returns the split for files that the library's threads share: large ranges."""
-        return cls(4 * range_bytes, 4, most_woken=2, early_ranges=1)
+        return cls(4 * range_bytes, 4, num_workers=4, most_woken=2, early_ranges=1)
 
     @property
     def early_bytes(self) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from pdstore import HandoffId, JobResult, LayerSpec
-from pdstore.errors import Reason, StoreUnavailable
+from pdstore.errors import Direction, Reason, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
+from pdstore.worker.follow import Follow
+from pdstore.worker.job import Job
+from pdstore.worker.load import LoadWork
+from pdstore.worker.values import PromptBlocks, Split
+from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
 
@@ -98,6 +105,32 @@ def test_a_damaged_layer_range_ends_the_load_before_its_block(p, d, store):
     move(store, other, key, BLOCK_BYTES * 2 // 3 + 64)
     result = follow(d, 200).wait(10)
     assert (result.num_tokens, result.reason) == (128, Reason.FOREIGN)
+
+
+def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
+    """Each step costs the engine time; a request waits for the last blocks of the last layers."""
+    keys, clock = d.cache.keys(range(12 * 64)), Clock()
+    prompt = PromptBlocks(d.layout, keys, [range(48)])
+    split = Split(3 * prompt.values_from(0, 0).sizes[0])
+    work = LoadWork(SimpleNamespace(way=SimpleNamespace(split=split)), prompt, 0, None)
+    store = open_store("memory://", settings_of())
+    job = Job(Direction.LOAD, work, seconds=60)
+    waiter = Follow(store, job, work, ONE, stall_s=9.0, wake=lambda: None, clock=clock)
+    first, middle, last = (keys.store_keys(d.layout.parts_of[n]) for n in range(3))
+
+    def wanted_after(*stored):
+        put(store, stored, [b"x" * 64] * len(stored))
+        waiter.look_ended(set(stored), clock.now)
+        return waiter.wanted()[2:5]
+
+    assert wanted_after(*first[:3]) == [first[3], middle[3], last[3]]
+    assert wanted_after(first[3]) == [first[7], middle[3], last[3]]
+    assert wanted_after(*first[4:8]) == [first[11], middle[3], last[3]]
+    assert wanted_after(*last[:4]) == [first[11], middle[3], last[7]]
+    assert wanted_after(*last[4:8]) == [first[11], middle[3], last[8]]
+    assert wanted_after(last[8]) == [first[11], middle[3], last[9]]
+    clock.now += 0.2
+    assert wanted_after() == [first[8], middle[0], last[9]], "P is slow"
 
 
 def move(store, source, target, size):

@@ -86,12 +86,12 @@ class PoolDirectory:
                     yield StoredFile(f"{place}/{name}", name, status.st_size, *times)
 
     def delete_unchanged(self, file: StoredFile) -> bool:
-        """Deletes a value and returns True, or returns False if it was leased after the listing."""
+        """Deletes a value; returns False if it was leased or deleted after the listing."""
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
-                return False
-            os.unlink(file.path)
-        return True
+            if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
+                os.unlink(file.path)
+                return True
+        return False
 
     def repair(self) -> None:
         """Makes the directories that were not made yet, or that somebody has deleted."""

@@ -40,6 +40,28 @@ def test_a_match_counts_as_use_and_leases(store):
     assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
 
 
+def test_a_full_pool_is_seldom_scanned(store, monkeypatch):
+    """A scan of many files takes Python's lock from an engine; one finds what goes in four steps."""
+    old, used = fill(store, 14, age_s=300), fill(store, 4, age_s=200)
+    fill(store, 1)
+    scans, young, files = [], [], PoolDirectory.files
+    monkeypatch.setattr(PoolDirectory, "files", lambda own: scans.append(own) or files(own))
+    for _ in range(12):
+        store.match(used)
+        young = fill(store, 1, age_s=100)
+    assert len(scans) <= 3
+    assert len(stored(store, old)) < 4
+    assert stored(store, used + young) == used + young
+
+
+def test_processes_that_fill_a_pool_together_keep_its_budget(store):
+    with contextlib.closing(FileStore(root_of(store), budget=20 * SIZE)) as other:
+        for _ in range(20):
+            fill(store, 1, age_s=100)
+            fill(other, 2, age_s=100)
+            assert len(list(PoolDirectory(root_of(store)).files())) <= 21
+
+
 def test_a_chain_goes_from_its_end(store):
     keys = fill(store, 16)
     assert store.match(keys) == 16
