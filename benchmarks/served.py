@@ -81,6 +81,7 @@ def _servers(given: argparse.Namespace, store: str) -> Iterator[tuple[dict[str, 
     """Starts all servers. Yields the URL of each way to ask, and D's."""
     alone, p, d, *routers = (f"http://127.0.0.1:{port}" for port in free_ports(3 + len(ROUTERS)))
     pool = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STORE": store}
+    pool["PDSTORE_WEIGHTS"] = "served"  # dummy weights have no digest
     first, last = given.gpus[0], given.gpus[-1]
     with Processes() as processes:
         for name, url, role, more in (

@@ -15,7 +15,7 @@ from pdstore.store.connect import read_marker
 from pdstore.store.watch import Waiter
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks, Split, bytes_of
+from pdstore.worker.values import bytes_of
 
 _WINDOW = 128
 """Maximum number of keys in one match: these blocks must be loaded before their leases end."""
@@ -32,25 +32,21 @@ class _Lane:
     after: the next layer range; None for the last one.
     """
 
-    def __init__(
-        self,
-        prompt: PromptBlocks,
-        first_block: int,
-        layer_range: int,
-        split: Split,
-        after: _Lane | None,
-    ) -> None:
-        self._prompt = prompt
-        self._split = split
+    def __init__(self, work: LoadWork, layer_range: int, after: _Lane | None = None) -> None:
+        self._work = work
+        self._prompt = work.prompt
+        self._split = work.mover.way.split
         self._layer_range = layer_range
-        values = prompt.values_from(first_block, layer_range)
+        self._after = after
+        self._released = work.first_token // self._prompt.layout.block_tokens
+        values = self._prompt.values_from(self._released, layer_range)
         self._keys = values.keys
         self._numbers = values.numbers
         self._at = 0
-        self._released = first_block
-        self._share = split.at_once * split.range_bytes // max(values.sizes, default=1)
+        share_bytes = self._split.at_once * self._split.range_bytes
+        self._share = share_bytes // max(values.sizes, default=1)
         self._goes_far = True
-        self._after = after
+        work.release([], layer_range)  # else tokens that some layer ranges still lack would count
 
     @property
     def awaited(self) -> BlockKey | None:
@@ -80,7 +76,7 @@ class _Lane:
         self._goes_far = self._at > before
         return self._goes_far
 
-    def release_whole(self, work: LoadWork) -> bool:
+    def release_whole(self) -> bool:
         """Lets the load start on blocks whose keys are all found. Returns True if any are new."""
         keys, layout = self._prompt.keys, self._prompt.layout
         is_all = self._at == len(self._keys)
@@ -90,7 +86,7 @@ class _Lane:
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
         num_bytes -= bytes_of(layout, keys, stop, self._layer_range)
         ranges = self._split.ranges(first, stop, num_bytes // self._split.at_once)
-        work.release(ranges, self._layer_range)
+        self._work.release(ranges, self._layer_range)
         self._released = stop
         return True
 
@@ -134,14 +130,10 @@ class Follow(Waiter):
         if handoff.instance is not None:
             self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s = stall_s
-        first_block = work.first_token // prompt.layout.block_tokens
-        split, held = work.mover.way.split, prompt.layout.held_ranges
         self._lanes: list[_Lane] = []
-        for n in reversed(held):
-            after = self._lanes[0] if self._lanes else None
-            self._lanes.insert(0, _Lane(prompt, first_block, n, split, after))
-        for n in held:
-            work.release([], n)  # else tokens that some layer ranges still lack would count
+        for n in reversed(prompt.layout.held_ranges):
+            self._lanes.append(_Lane(work, n, *self._lanes[-1:]))
+        self._lanes.reverse()
 
     @property
     def is_over(self) -> bool:
@@ -159,6 +151,9 @@ class Follow(Waiter):
             return None
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
+        if asked_at - self._moved_at > _QUIET_S:
+            for lane in self._lanes:
+                lane.come_near()
         silence = self._silence(stored, asked_at)
         if silence is not None and self._work.is_open:
             self._work.close(silence)
@@ -178,12 +173,9 @@ class Follow(Waiter):
         except StoreError:  # blocks found before it are loaded; the next search finds the rest
             cut = None
         for lane in self._lanes:
-            moved |= lane.release_whole(self._work)
+            moved |= lane.release_whole()
         if moved:
             self._note_life(asked_at)
-        elif asked_at - self._moved_at > _QUIET_S:
-            for lane in self._lanes:
-                lane.come_near()
         is_complete = all(lane.is_complete for lane in self._lanes)
         if is_complete or cut is not None:
             self._work.close(None if is_complete else cut)

@@ -41,7 +41,7 @@ def test_a_match_counts_as_use_and_leases(store):
 
 
 def test_a_full_pool_is_seldom_scanned(store, monkeypatch):
-    """A scan of many files takes Python's lock from an engine; one finds what goes in four steps."""
+    """A scan of many files takes Python's lock from an engine; one serves four steps."""
     old, used = fill(store, 14, age_s=300), fill(store, 4, age_s=200)
     fill(store, 1)
     scans, young, files = [], [], PoolDirectory.files
