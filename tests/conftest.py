@@ -32,6 +32,13 @@ def _no_secret_in_a_log(tmp_path_factory):
     assert not search.found
 
 
+@pytest.fixture
+def closed_after():
+    """Closes what it is given after the test, the last first: `store = closed_after(open_it())`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda thing: stack.enter_context(contextlib.closing(thing))
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory):
     """The URL of a redis that all tests share.

@@ -29,9 +29,8 @@ def page():
 
 
 @pytest.fixture
-def adapter_of(page, tmp_path):
+def adapter_of(page, tmp_path, closed_after):
     """Makes an adapter of an engine with this role, whose KV cache is random."""
-    made = []
 
     def make(role):
         url = f"file://{tmp_path}/pool"
@@ -39,12 +38,9 @@ def adapter_of(page, tmp_path):
         caches = [torch.randn(32, 16, 2, 16) for _ in range(3)]
         adapter = page.Adapter(settings, caches, 2, 8, tmp_path)
         adapter.caches = caches
-        made.append(adapter)
-        return adapter
+        return closed_after(adapter)
 
-    yield make
-    for adapter in made:
-        adapter.close()
+    return make
 
 
 def looked_up(adapter, params=None):

@@ -28,22 +28,18 @@ SOON_S = 20.0  # on a busy machine
 
 
 @pytest.fixture
-def over(redis_server):
+def over(redis_server, closed_after):
     """Makes instances over the store of a URL, guarded as an engine's.
 
     They are closed before the servers of redis: Python's ssl leaves a socket open that is reset
     just when a TLS handshake begins.
     """
-    with contextlib.ExitStack() as stack:
 
-        def over(url, *, lookup_wait_s=LOOKUP_WAIT_S, open_s=OPEN_S, **changes):
-            store = connect_store(read_settings(store=url, **changes), Metrics(), open_s=open_s)
-            stack.callback(store.close)
-            one = Instance(store, lookup_wait_s=lookup_wait_s, **changes)
-            stack.callback(one.close)
-            return one
+    def over(url, *, lookup_wait_s=LOOKUP_WAIT_S, open_s=OPEN_S, **changes):
+        store = connect_store(read_settings(store=url, **changes), Metrics(), open_s=open_s)
+        return closed_after(Instance(closed_after(store), lookup_wait_s=lookup_wait_s, **changes))
 
-        yield over
+    return over
 
 
 def saved(one, tokens=PROMPT):

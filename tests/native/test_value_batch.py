@@ -72,10 +72,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(library, tmp_path):
-    rig = Rig(library, tmp_path)
-    yield rig
-    rig.close()
+def rig(library, tmp_path, closed_after):
+    return closed_after(Rig(library, tmp_path))
 
 
 def stored(rig, blocks):

@@ -52,16 +52,13 @@ class Rig:
 
 
 @pytest.fixture
-def rig():
-    rigs = []
-
+def rig(closed_after):
     def rig(store=None, **changes) -> Rig:
-        rigs.append(Rig(store or Looked(), **changes))
-        return rigs[-1]
+        made = Rig(store or Looked(), **changes)
+        closed_after(made.cache)
+        return made
 
-    yield rig
-    for each in rigs:
-        each.cache.close()
+    return rig
 
 
 @pytest.mark.parametrize("store", STORES)

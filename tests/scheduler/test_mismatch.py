@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -89,21 +88,15 @@ def test_messages_are_forgotten_in_the_end(caplog):
 
 
 @pytest.fixture
-def with_files(store):
+def with_files(store, closed_after):
     """Makes managers whose weights' files have a revision: `with_files(read, weights="w")`."""
-    with contextlib.ExitStack() as stack:
 
-        def make(weights_of, **changes):
-            settings = settings_of(**changes)
-            one = Instance(store, **changes)
-            stack.callback(one.close)
-            manager = PrefixCacheManager(
-                settings, one.namespace, store=store, weights_of=weights_of
-            )
-            stack.callback(manager.close)
-            return manager
+    def make(weights_of, **changes):
+        one, more = closed_after(Instance(store, **changes)), {"weights_of": weights_of}
+        settings = settings_of(**changes)
+        return closed_after(PrefixCacheManager(settings, one.namespace, store=store, **more))
 
-        yield make
+    return make
 
 
 def answer_of(p):

@@ -17,18 +17,13 @@ from tests.support.kv import eventually
 
 
 @pytest.fixture
-def report():
-    made = []
-
+def report(closed_after):
     def report(registries=(), number=0, **settings):
         asked = read_settings(store="memory://", **settings)
-        made.append(Reporting(asked, CACHE, registries, lambda: None, number))
-        return made[-1]
+        reporting = Reporting(asked, CACHE, registries, lambda: None, number)
+        return closed_after(closed_after(reporting))  # twice
 
-    yield report
-    for one in made:
-        one.close()
-        one.close()
+    return report
 
 
 def test_without_the_settings_there_is_no_page(report):

@@ -17,31 +17,22 @@ from tests.support.mini_engine_kit import ask, hand_over, pd_of, prompt_of, unti
 
 
 @pytest.fixture
-def serve():
-    made = []
-
+def serve(closed_after):
     def serve(take, port=0, **options):
-        made.append(StatusServer(port, take, **options))
-        return made[-1]
+        return closed_after(closed_after(StatusServer(port, take, **options)))  # twice
 
-    yield serve
-    for one in made:
-        one.close()
-        one.close()
+    return serve
 
 
 @pytest.fixture
-def connect():
+def connect(closed_after):
     """Opens raw connections to a server's address."""
-    made = []
 
     def connect(url):
-        made.append(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 10))
-        return made[-1]
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        return closed_after(socket.create_connection(address, 10))
 
-    yield connect
-    for one in made:
-        one.close()
+    return connect
 
 
 def get(url, **headers):

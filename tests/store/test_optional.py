@@ -30,11 +30,10 @@ def url(request, tmp_path):
 
 
 @pytest.fixture
-def store(url):
-    store = open_store(url, SETTINGS)
+def store(url, closed_after):
+    store = closed_after(open_store(url, SETTINGS))
     store.remove(KEYS)
-    yield store
-    store.close()
+    return store
 
 
 def put(store, keys):
@@ -68,11 +67,8 @@ def test_the_wrappers_of_an_engine_let_a_search_through(store):
 
 
 @pytest.fixture
-def files(tmp_path):
-    stores = [open_store(f"file://{tmp_path}/pool", SETTINGS) for _ in range(2)]
-    yield stores
-    for store in stores:
-        store.close()
+def files(tmp_path, closed_after):
+    return [closed_after(open_store(f"file://{tmp_path}/pool", SETTINGS)) for _ in range(2)]
 
 
 def test_files_wake_who_waits_within_milliseconds(files):

@@ -26,16 +26,8 @@ class Telling(Scripted):
 
 
 @pytest.fixture
-def watch():
-    made = []
-
-    def watch(store, metrics):
-        made.append(RoomWatch(store, metrics, every_s=0.001))
-        return made[-1]
-
-    yield watch
-    for one in made:
-        one.close()
+def watch(closed_after):
+    return lambda store, metrics: closed_after(RoomWatch(store, metrics, every_s=0.001))
 
 
 def shown(metrics, name):

@@ -93,16 +93,8 @@ class Waits:
 
 
 @pytest.fixture
-def watch():
-    made = []
-
-    def watch(store, **more) -> KeyWatch:
-        made.append(KeyWatch(store, name="pdstore-watch", **more))
-        return made[-1]
-
-    yield watch
-    for each in made:
-        each.close()
+def watch(closed_after):
+    return lambda store, **more: closed_after(KeyWatch(store, name="pdstore-watch", **more))
 
 
 def put(store, *keys):

@@ -9,20 +9,13 @@ from tests.support.kv import Instance, settings_of
 
 
 @pytest.fixture
-def store():
-    store = open_store("memory://", settings_of())
-    yield store
-    store.close()
+def store(closed_after):
+    return closed_after(open_store("memory://", settings_of()))
 
 
 @pytest.fixture
-def instance(store):
-    made = []
-
+def instance(store, closed_after):
     def instance(fill=None, over=None, **changes) -> Instance:
-        made.append(Instance(over or store, fill, **changes))
-        return made[-1]
+        return closed_after(Instance(over or store, fill, **changes))
 
-    yield instance
-    for one in made:
-        one.close()
+    return instance

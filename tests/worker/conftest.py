@@ -13,10 +13,8 @@ from tests.support.native_kit import mended as mended
 
 
 @pytest.fixture
-def arena(tmp_path, library):
-    arena = open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
+def arena(tmp_path, library, closed_after):
+    return closed_after(open_store(f"shm://test?size=8MiB&dir={tmp_path}", settings_of()))
 
 
 @pytest.fixture

@@ -50,17 +50,12 @@ def recorder(store):
 
 
 @pytest.fixture
-def heartbeat(instance, recorder):
-    made = []
-
+def heartbeat(instance, recorder, closed_after):
     def make(**changes):
         one = instance(**changes)
-        made.append(Heartbeat(one.settings, one.layout, one.namespace, recorder, PERIOD_S))
-        return made[-1]
+        return closed_after(Heartbeat(one.settings, one.layout, one.namespace, recorder, PERIOD_S))
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def beats(recorder, namespace):
@@ -168,12 +163,9 @@ def url(request, tmp_path):
 
 
 @pytest.fixture
-def d(url):
-    store = open_store(url, settings_of())
-    d = Instance(store, POISON, layer_ranges=3, handoff_wait_s=DEADLINE_S)
-    yield d
-    d.close()
-    store.close()
+def d(url, closed_after):
+    store = closed_after(open_store(url, settings_of()))
+    return closed_after(Instance(store, POISON, layer_ranges=3, handoff_wait_s=DEADLINE_S))
 
 
 def test_a_killed_p_costs_no_deadline(url, d):

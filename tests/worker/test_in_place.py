@@ -24,18 +24,14 @@ SIZE = BLOCK_BYTES + HEADER_BYTES
 
 
 @pytest.fixture
-def store(library, tmp_path):
-    store = SpiedArena(library, tmp_path)
-    yield store
-    store.close()
+def store(library, tmp_path, closed_after):
+    return closed_after(SpiedArena(library, tmp_path))
 
 
 @pytest.fixture
-def arena(store, library, tmp_path):
+def arena(store, library, tmp_path, closed_after):
     """The same arena, as another process sees it."""
-    arena = open_store(f"shm://test?dir={tmp_path}", settings_of())
-    yield arena
-    arena.close()
+    return closed_after(open_store(f"shm://test?dir={tmp_path}", settings_of()))
 
 
 def keys_of(p, num_tokens):

@@ -26,14 +26,12 @@ def key_file(tmp_path):
 
 
 @pytest.fixture(params=["memory", "shm"])
-def store(request, tmp_path):
+def store(request, tmp_path, closed_after):
     """The arena's values are copied in place, but not when they are encrypted."""
     if request.param == "shm":
         request.getfixturevalue("library")
     url = {"memory": "memory://", "shm": f"shm://test?size=32MiB&dir={tmp_path}"}[request.param]
-    store = open_store(url, settings_of())
-    yield store
-    store.close()
+    return closed_after(open_store(url, settings_of()))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class FollowingSwap(TorchSwap):
 
 
 @pytest.fixture
-def followed():
+def followed(closed_after):
     """An instance whose block copies follow `DeviceEvent` events, and its swap."""
     swaps: list[FollowingSwap] = []
 
@@ -60,9 +60,8 @@ def followed():
         swaps.append(FollowingSwap(layout, caches))
         return swaps[0]
 
-    p = Instance(MemoryStore(), range_bytes=2 * BLOCK_BYTES, swap=open_following)
-    yield p, swaps[0]
-    p.close()
+    more = {"range_bytes": 2 * BLOCK_BYTES, "swap": open_following}
+    return closed_after(Instance(MemoryStore(), **more)), swaps[0]
 
 
 @pytest.mark.parametrize("publishes", [False, True])

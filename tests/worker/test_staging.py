@@ -156,10 +156,9 @@ class Spied(FileStore):
 
 
 @pytest.fixture
-def store(tmp_path, library):
-    store = Spied(tmp_path / "pool", partial(load_library, settings_of(), for_gpu=False))
-    yield store
-    store.close()
+def store(tmp_path, library, closed_after):
+    built = partial(load_library, settings_of(), for_gpu=False)
+    return closed_after(Spied(tmp_path / "pool", built))
 
 
 @pytest.fixture

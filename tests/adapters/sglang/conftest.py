@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 
@@ -16,14 +14,12 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def serve(model, tmp_path):
+def serve(model, tmp_path, closed_after):
     """Opens ranks: `serve(pool, store=...)`; over a pool in files, if not told otherwise."""
     from tests.support.sglang_server import Server
 
-    with contextlib.ExitStack() as stack:
+    def serve(pool, checkpoint=model, **options) -> Server:
+        options = {"store": f"file://{tmp_path}/pool", **options}
+        return closed_after(Server(pool, checkpoint, **options))
 
-        def serve(pool, checkpoint=model, **options) -> Server:
-            options = {"store": f"file://{tmp_path}/pool", **options}
-            return stack.enter_context(contextlib.closing(Server(pool, checkpoint, **options)))
-
-        yield serve
+    return serve

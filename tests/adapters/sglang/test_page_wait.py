@@ -58,13 +58,11 @@ class D:
 
 
 @pytest.fixture
-def serve(tmp_path):
-    with contextlib.ExitStack() as stack:
+def serve(tmp_path, closed_after):
+    def serve(store_url=f"file://{tmp_path}/pool", **options) -> D:
+        return closed_after(D(store_url, **options))
 
-        def serve(store_url=f"file://{tmp_path}/pool", **options) -> D:
-            return stack.enter_context(contextlib.closing(D(store_url, **options)))
-
-        yield serve
+    return serve
 
 
 def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve):

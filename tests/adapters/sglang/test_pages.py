@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import urllib.request
 
@@ -27,15 +26,12 @@ def pages_of(pool, rank=0, size=1):
 
 
 @pytest.fixture
-def open_pool(tmp_path):
-    with contextlib.ExitStack() as stack:
+def open_pool(tmp_path, closed_after):
+    def open_pool(weights="w", **settings):
+        settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
+        return closed_after(PagePool(settings, pages_of(wheel.mha_pool()), weights, Metrics()))
 
-        def open_pool(weights="w", **settings):
-            settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
-            pool = PagePool(settings, pages_of(wheel.mha_pool()), weights, Metrics())
-            return stack.enter_context(contextlib.closing(pool))
-
-        yield open_pool
+    return open_pool
 
 
 def test_a_page_that_is_missing_ends_the_prefix(open_pool):

@@ -66,11 +66,9 @@ class Pair:
 
 
 @pytest.fixture
-def instance(store):
+def instance(store, closed_after):
     """The two halves of pdstore on a store, without vLLM."""
-    instance = Instance(store)
-    yield instance
-    instance.close()
+    return closed_after(Instance(store))
 
 
 @pytest.fixture

@@ -33,9 +33,8 @@ def namespace_of(settings, weights="w"):
 
 
 @pytest.fixture
-def scheduler_of(url):
+def scheduler_of(url, closed_after):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
-    made = []
 
     def make(*, metrics=None, **changes):
         options = ("may_follow", "patience_s", "longest_prompt", "weights_of")
@@ -44,12 +43,9 @@ def scheduler_of(url):
         scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
         scheduler.saves.block_pool = BlockPool()
         scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
-        made.append(scheduler)
-        return scheduler
+        return closed_after(scheduler)
 
-    yield make
-    for scheduler in made:
-        scheduler.close()
+    return make
 
 
 @pytest.fixture

@@ -90,16 +90,8 @@ class Engine:
 
 
 @pytest.fixture
-def open_traced(tmp_path):
-    made = []
-
-    def open_one(role):
-        made.append(Engine(f"shm://p?size=8MiB&dir={tmp_path}", role))
-        return made[-1]
-
-    yield open_one
-    for engine in made:
-        engine.close()
+def open_traced(tmp_path, closed_after):
+    return lambda role: closed_after(Engine(f"shm://p?size=8MiB&dir={tmp_path}", role))
 
 
 def save(engine, tracer):

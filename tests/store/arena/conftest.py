@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from pdstore.native.library import load_library
@@ -17,13 +15,10 @@ def library():
 
 
 @pytest.fixture
-def open_arena(library, tmp_path):
+def open_arena(library, tmp_path, closed_after):
     """Opens stores on arenas of one directory; closed at the end."""
-    with contextlib.ExitStack() as stack:
 
-        def open_arena(name="pool", **options):
-            return stack.enter_context(
-                contextlib.closing(ArenaStore(library, name, directory=tmp_path, **options))
-            )
+    def open_arena(name="pool", **options):
+        return closed_after(ArenaStore(library, name, directory=tmp_path, **options))
 
-        yield open_arena
+    return open_arena

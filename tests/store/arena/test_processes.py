@@ -80,12 +80,10 @@ def test_processes_killed_anywhere_leave_only_misses(tmp_path, times):
 
 
 @pytest.fixture
-def stopped_holder(tmp_path):
+def stopped_holder(tmp_path, closed_after):
     """A store, and a process that was stopped while it held the lock."""
-    with contextlib.ExitStack() as stack:
-        store = actors.open_large(tmp_path, lock_timeout_s=0.2)
-        stack.callback(store.close)
-        holder = stack.enter_context(actor("count_for_ever", tmp_path))
+    store = closed_after(actors.open_large(tmp_path, lock_timeout_s=0.2))
+    with actor("count_for_ever", tmp_path) as holder:
         stop_with_the_lock(store, holder)
         yield store, holder
 

@@ -17,10 +17,8 @@ from tests.support.kv import eventually
 
 
 @pytest.fixture
-def bell(tmp_path):
-    bell = Bell(tmp_path)
-    yield bell
-    bell.close()
+def bell(tmp_path, closed_after):
+    return closed_after(Bell(tmp_path))
 
 
 def pipes(root) -> list[str]:

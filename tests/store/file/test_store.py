@@ -36,16 +36,12 @@ from tests.support.random_calls import play_random_calls
 
 class TestFileStore(StoreTests):
     @pytest.fixture(params=["off", "require"])
-    def open_at(self, tmp_path, request):
+    def open_at(self, tmp_path, request, closed_after):
         """Opens a store at a directory's name and a budget, with the native library or without."""
         library = partial(load_library, settings_of(native=request.param), for_gpu=False)
-        with contextlib.ExitStack() as stack:
-
-            def open_at(name, budget=None):
-                store = FileStore(tmp_path / name, budget=budget, built=library)
-                return stack.enter_context(contextlib.closing(store))
-
-            yield open_at
+        return lambda name, budget=None: closed_after(
+            FileStore(tmp_path / name, budget=budget, built=library)
+        )
 
     @pytest.fixture
     def store(self, open_at):

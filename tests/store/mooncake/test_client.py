@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 
@@ -17,16 +16,14 @@ from tests.support.mooncake_double import RawDouble
 
 
 @pytest.fixture
-def open_client(server):
+def open_client(server, closed_after):
     """Opens clients whose objects are the given ones, or codes, one after the other."""
-    with contextlib.ExitStack() as stack:
 
-        def make(*raws, **options):
-            left = list(raws)
-            client = Client("x", server, lambda: left.pop(0), **options)
-            return stack.enter_context(contextlib.closing(client))
+    def make(*raws, **options):
+        left = list(raws)
+        return closed_after(Client("x", server, lambda: left.pop(0), **options))
 
-        yield make
+    return make
 
 
 def test_a_server_that_hangs_up_answers():
