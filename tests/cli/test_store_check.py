@@ -65,16 +65,15 @@ def test_a_server_that_takes_few_connections_is_yellow(num_connections, level):
         assert "maxclients" in finding.remedy
 
 
-def test_a_right_store_is_measured_and_left_as_it_was(url):
+def test_a_right_store_is_measured_and_left_as_it_was(url, closed_after):
     settings = read_settings()
-    store = open_store(url, settings)
+    store = closed_after(open_store(url, settings))
     before = {value.key for value in store.stored_values()}
     assert try_store(settings, store).level is Level.OK
     finding = measure(settings, store, None)
     assert (finding.level, finding.subject) == (Level.OK, "speed")
     assert "every byte is right" in finding.said
     assert {value.key for value in store.stored_values()} == before
-    store.close()
 
 
 class Wrong(MemoryStore):

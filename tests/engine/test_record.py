@@ -155,12 +155,11 @@ def cache_of(spec, dtype, *, is_paged):
     ],
     ids=["plain", "heads first, read-only", "latent", "pages"],
 )
-def test_a_block_of_the_layout_comes_back_and_nothing_is_left(url, shape):
+def test_a_block_of_the_layout_comes_back_and_nothing_is_left(url, shape, closed_after):
     tried(url, **shape)
-    store = open_store(url, read_settings())
+    store = closed_after(open_store(url, read_settings()))
     assert isinstance(store, ListsValues)
     assert [value.key for value in store.stored_values() if ":pool" not in value.key] == []
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,12 @@ def test_closing_ends_what_is_queued(library, device):
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
 @pytest.mark.parametrize("path", list(CopyPath))
-def test_threads_save_and_load_at_once(library, device, path):
+def test_threads_save_and_load_at_once(library, device, path, closed_after):
     """Scratch and descriptors are nobody else's while a copy uses them."""
     layout = layout_of(layers=(LayerSpec(2, 32),) * 4)
     case = Case.of(layout, 64, device, **PLAIN)
     sizes = dict.fromkeys(SIZES, 20_000)
-    swap = NativeSwap(library, layout, case.caches, path=path, sizes=sizes)
+    swap = closed_after(NativeSwap(library, layout, case.caches, path=path, sizes=sizes))
     before, wrong = case.buffer.clone(), []
 
     def work(number):
@@ -82,7 +82,6 @@ def test_threads_save_and_load_at_once(library, device, path):
         thread.join(60)
     assert not wrong
     assert torch.equal(case.buffer, before)
-    swap.close()
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)

@@ -312,13 +312,11 @@ class Listening(MemoryStore):
         return super().match(keys)
 
 
-def test_no_key_of_one_tenant_is_a_key_of_another():
+def test_no_key_of_one_tenant_is_a_key_of_another(closed_after):
     store = MemoryStore()
-    tenants = [Instance(store, salt=salt) for salt in (None, "a", "b")]
+    tenants = [closed_after(Instance(store, salt=salt)) for salt in (None, "a", "b")]
     names = [set(one.cache.keys(TOKENS).store_keys(one.layout.parts)) for one in tenants]
     assert len(set.union(*names)) == sum(map(len, names))
-    for one in tenants:
-        one.close()
 
 
 def calls_of_a_lookup(other_has: list[int]) -> list[int]:

@@ -225,10 +225,11 @@ def test_memory_that_another_value_took_over_does_not_count_and_is_not_removed(
     assert "is removed" not in caplog.text
 
 
-def test_a_full_arena_ends_the_save_and_says_how_much_is_durable(tmp_path, library):
-    arena = open_store(f"shm://small?size=1MiB&dir={tmp_path}&lease=600", settings_of())
+def test_a_full_arena_ends_the_save_and_says_how_much_is_durable(tmp_path, library, closed_after):
+    url = f"shm://small?size=1MiB&dir={tmp_path}&lease=600"
+    arena = closed_after(open_store(url, settings_of()))
     metrics = Metrics()
-    p = Instance(GuardedStore(arena, metrics), num_blocks=200)
+    p = closed_after(Instance(GuardedStore(arena, metrics), num_blocks=200))
     job = p.pool.save(p.cache.keys(range(3000)), list(range(190)))
     result = job.wait(10)
     assert result.reason is Reason.STORE_FULL
@@ -237,8 +238,6 @@ def test_a_full_arena_ends_the_save_and_says_how_much_is_durable(tmp_path, libra
     assert arena.counts().reserved == 0
     full = {"verb": "put", "outcome": "StoreFull"}
     assert metrics.registry.get_sample_value("pdstore_store_calls_total", full) >= 1
-    p.close()
-    arena.close()
 
 
 def test_a_cancelled_save_gives_its_places_back(instance, arena):

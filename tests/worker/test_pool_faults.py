@@ -114,7 +114,7 @@ def test_too_little_staging_is_refused_at_the_start(store, instance):
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog):
+def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog, closed_after):
     settings = settings_of(store="redis+unix:///nowhere/redis.sock", require_store=required)
     layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
     namespace = layout.namespace(settings, weights="w")
@@ -122,9 +122,8 @@ def test_a_store_that_is_down_refuses_only_when_it_is_required(required, caplog)
         with pytest.raises(StoreUnavailable, match=r"redis\.sock"):
             KVPool(settings, layout, caches_of(layout), namespace)
         return
-    pool = KVPool(settings, layout, caches_of(layout), namespace)
+    closed_after(KVPool(settings, layout, caches_of(layout), namespace))
     assert "serving without the pool" in caplog.text
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])

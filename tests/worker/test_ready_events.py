@@ -115,7 +115,7 @@ def test_a_copy_that_need_not_wait_passes_one_that_does(library, device, path):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
-def test_a_load_asks_the_store_while_the_model_still_runs(library, device):
+def test_a_load_asks_the_store_while_the_model_still_runs(library, device, closed_after):
     asked = threading.Event()
 
     class Store(MemoryStore):
@@ -123,8 +123,7 @@ def test_a_load_asks_the_store_while_the_model_still_runs(library, device):
             asked.set()
             return super().get(keys, slots)
 
-    store = Store()
-    p = gpu_instance(store, device)
+    p = closed_after(gpu_instance(Store(), device))
     keys = p.cache.keys(list(range(333)))
     assert p.pool.save(keys, list(range(21))).wait(20).num_tokens == 333
     want = p.tokens(range(21))[:333]
@@ -138,12 +137,11 @@ def test_a_load_asks_the_store_while_the_model_still_runs(library, device):
     assert not event.query()
     assert job.wait(20).num_tokens == 333
     assert torch.equal(p.tokens(range(21))[:333], want)
-    p.close()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda:0", marks=gpu)])
-def test_a_save_reads_what_its_event_says_is_there(library, device):
-    p = gpu_instance(MemoryStore(), device)
+def test_a_save_reads_what_its_event_says_is_there(library, device, closed_after):
+    p = closed_after(gpu_instance(MemoryStore(), device))
     keys = p.cache.keys(list(range(333)))
     spin(100)
     for cache in p.caches:
@@ -156,7 +154,6 @@ def test_a_save_reads_what_its_event_says_is_there(library, device):
     assert job.wait(20).num_tokens == 333
     assert p.pool.load(keys, list(range(30, 51))).wait(20).num_tokens == 333
     assert torch.equal(p.tokens(range(30, 51))[:333], want)
-    p.close()
 
 
 PAGE = 4096
@@ -211,7 +208,7 @@ def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, span_bytes):
     assert at == base + num_slots * slot
 
 
-def test_pieces_are_made_present_side_by_side_before_they_are_registered():
+def test_pieces_are_made_present_side_by_side_before_they_are_registered(closed_after):
     class Together(FakeRegistrar):
         several = threading.Barrier(4)
 
@@ -219,9 +216,7 @@ def test_pieces_are_made_present_side_by_side_before_they_are_registered():
             self.several.wait(30)
             super().populate(address, num_bytes)
 
-    pinned = pinned_of(64, Together(), 4)
-    pinned.ready(30)
-    pinned.close()
+    closed_after(pinned_of(64, Together(), 4)).ready(30)
 
 
 @pytest.mark.parametrize("fail_at", [0, 7, 15])
@@ -236,14 +231,13 @@ def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
     assert len(registrar.verbs("unregister")) == fail_at
 
 
-def test_ready_has_a_deadline_and_says_how_far_it_is():
+def test_ready_has_a_deadline_and_says_how_far_it_is(closed_after):
     gate = threading.Event()
-    pinned = pinned_of(8, FakeRegistrar(gate=gate))
+    pinned = closed_after(pinned_of(8, FakeRegistrar(gate=gate)))
     with pytest.raises(TimeoutError, match="0 %"):
         pinned.ready(0.01)
     gate.set()
     pinned.ready(30)
-    pinned.close()
 
 
 def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):

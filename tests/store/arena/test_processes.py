@@ -182,9 +182,10 @@ def load_of(d: Instance) -> int:
     return result.num_tokens
 
 
-def test_damage_anywhere_costs_tokens_and_never_gives_a_wrong_one(open_arena):
+def test_damage_anywhere_costs_tokens_and_never_gives_a_wrong_one(open_arena, closed_after):
     store = open_arena(size=8 * MIB, slab_bytes=MIB, lock_timeout_s=0.5)
-    p, d = Instance(store), Instance(open_arena(lock_timeout_s=0.5), fill=POISON)
+    p = closed_after(Instance(store))
+    d = closed_after(Instance(open_arena(lock_timeout_s=0.5), fill=POISON))
     file, order, lost = mapped(store), random.Random(3), 0
     data_at = len(file) - 8 * MIB
     used = 200_000  # of the index: header, slabs, chains' heads, the first slots
@@ -202,6 +203,4 @@ def test_damage_anywhere_costs_tokens_and_never_gives_a_wrong_one(open_arena):
         except StoreError:
             store.counts()  # it was rebuilt
     assert 0 < lost < 24
-    p.close()
-    d.close()
     file.close()

@@ -55,8 +55,7 @@ def test_off_means_torch():
     assert {p.path for p in swap.plan()} == {"TORCH"}
 
 
-def test_auto_means_the_library_on_host_tensors_too():
+def test_auto_means_the_library_on_host_tensors_too(closed_after):
     layout = layout_of()
-    swap = open_swap(settings_of(), layout, caches_of(layout))
+    swap = closed_after(open_swap(settings_of(), layout, caches_of(layout)))
     assert isinstance(swap, NativeSwap)
-    swap.close()
