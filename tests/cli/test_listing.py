@@ -81,18 +81,13 @@ def test_a_piece_that_only_one_key_has_is_enough(filled_file, prompts, keys):
         inspect(filled_file, "pds1")
 
 
-def test_a_damaged_value_is_told(filled_file, keys):
-    replant(filled_file, keys[0], raw(filled_file, keys[0])[:-1] + b"?")
+@pytest.mark.parametrize("verdict", ["damaged", "foreign"])
+def test_a_damaged_value_and_one_of_another_key_are_told(filled_file, keys, verdict):
+    values = [raw(filled_file, key) for key in keys[:2]]
+    replant(filled_file, keys[0], values[1] if verdict == "foreign" else values[0][:-1] + b"?")
     answer = inspect(filled_file, keys[0])
     assert answer.status == 1
-    assert answer.document["verdict"].startswith("damaged")
-
-
-def test_a_value_of_another_key_is_told(filled_file, keys):
-    replant(filled_file, keys[0], raw(filled_file, keys[1]))
-    answer = inspect(filled_file, keys[0])
-    assert answer.status == 1
-    assert answer.document["verdict"].startswith("foreign")
+    assert answer.document["verdict"].startswith(verdict)
 
 
 def test_a_sealed_value_is_read_with_its_key_and_with_no_other(file_url, prompts, keys, tmp_path):

@@ -36,22 +36,16 @@ def test_the_store_is_asked_again_only_after_its_time(store):
     assert fleeting.current == read_pool_id(store) != before
 
 
-def test_the_id_before_a_store_came_back_empty_counts_for_a_while(store):
-    identity = PoolIdentity(store, age_s=60.0)
-    identity.refresh()
-    before = identity.current.hex()
+def test_the_id_before_a_store_came_back_empty_counts_for_a_while_and_not_for_ever(store):
+    lasting, fleeting = PoolIdentity(store, age_s=60.0), PoolIdentity(store, age_s=0.0)
+    for identity in (lasting, fleeting):
+        identity.refresh()
+    before = lasting.current.hex()
     store.remove([POOL_ID_KEY])
-    assert identity.is_same(read_pool_id(store).hex())
-    assert identity.is_same(before)
-
-
-def test_in_the_end_the_former_id_is_another_pool(store):
-    identity = PoolIdentity(store, age_s=0.0)
-    identity.refresh()
-    before = identity.current.hex()
-    store.remove([POOL_ID_KEY])
-    identity.refresh()
-    assert not identity.is_same(before)
+    assert lasting.is_same(read_pool_id(store).hex())
+    assert lasting.is_same(before)
+    fleeting.refresh()
+    assert not fleeting.is_same(before)
 
 
 def test_a_store_that_errs_leaves_the_id_as_it_is_and_says_no_to_none(store):

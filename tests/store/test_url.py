@@ -70,25 +70,21 @@ def test_options_are_taken_with_their_defaults_and_what_is_left_is_refused():
         url.finish("budget, lease")
 
 
+BARE = ["redis://u:/hush@host", "redis://u:a@b/hush@host", "rediss://u:?hush=1@host"]
+"""The rest of the password would be taken for a path or an option, and be quoted as one."""
+NO_TEXT = ["file:///a%00b", "file:///a%FFb", "redis://u:hush%00@h", "shm://a?dir=/%FF"]
+"""A path would end at the zero, and other bytes would be another directory."""
+
+
 @pytest.mark.parametrize(
-    "url", ["redis://u:/hush@host", "redis://u:a@b/hush@host", "rediss://u:?hush=1@host"]
+    ("url", "words"),
+    [*((url, "an @ comes after") for url in BARE), *((url, "no text") for url in NO_TEXT)],
 )
-def test_a_password_with_a_bare_slash_is_refused_and_never_shown(url):
-    """Else its rest would be taken for a path or an option, and be quoted as one."""
-    with pytest.raises(ConfigError, match="an @ comes after") as caught:
+def test_a_bare_slash_in_a_password_or_what_is_no_text_is_refused_and_never_shown(url, words):
+    with pytest.raises(ConfigError, match=words) as caught:
         StoreURL.of(url)
     error = caught.value
     assert "hush" not in f"{error} {error.__cause__} {error.__context__}"
-
-
-@pytest.mark.parametrize(
-    "url", ["file:///a%00b", "file:///a%FFb", "redis://u:hush%00@h", "shm://a?dir=/%FF"]
-)
-def test_what_is_no_text_is_refused(url):
-    """A path would end at the zero, and other bytes would be another directory."""
-    with pytest.raises(ConfigError, match="no text") as caught:
-        StoreURL.of(url)
-    assert "hush" not in str(caught.value)
 
 
 def test_a_path_may_have_an_at():

@@ -125,15 +125,13 @@ def test_block_ids_that_do_not_fit_are_refused(block_ids):
             copy([copy_of(layout, Part(0, 0), block_ids, 8)])
 
 
-def test_a_scatter_into_one_block_twice_is_refused():
+@pytest.mark.parametrize(
+    ("block_ids", "first_token", "words"), [([3, 3], 0, "twice"), ([3, 4], 2, "first_token 2")]
+)
+def test_a_scatter_into_one_block_twice_or_from_inside_one_is_refused(
+    block_ids, first_token, words
+):
     layout = layout_of()
     swap = TorchSwap(layout, caches_of(layout, 10))
-    with pytest.raises(LayoutError, match="twice"):
-        swap.scatter([copy_of(layout, Part(0, 0), [3, 3], 8)])
-
-
-def test_a_scatter_that_begins_inside_an_engine_block_is_refused():
-    layout = layout_of()
-    swap = TorchSwap(layout, caches_of(layout, 10))
-    with pytest.raises(LayoutError, match="first_token 2"):
-        swap.scatter([copy_of(layout, Part(0, 0), [3, 4], 8, first_token=2)])
+    with pytest.raises(LayoutError, match=words):
+        swap.scatter([copy_of(layout, Part(0, 0), block_ids, 8, first_token)])
