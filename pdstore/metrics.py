@@ -133,11 +133,7 @@ METRICS: dict[str, Metric] = {
 Shown: TypeAlias = Any
 """A Counter, Gauge or Histogram of the client library."""
 
-TYPES: Mapping[Kind, Shown] = {
-    Kind.COUNTER: Counter,
-    Kind.GAUGE: Gauge,
-    Kind.HISTOGRAM: Histogram,
-}
+TYPES: Mapping[Kind, Shown] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
 
 
 class Metrics:

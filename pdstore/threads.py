@@ -44,10 +44,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        name: str,
-        take: Callable[[], Task | None],
-        hold: Callable[[], None] = lambda: None,
+        self, name: str, take: Callable[[], Task | None], hold: Callable[[], None] = lambda: None
     ) -> None:
         self._take = take
         self._hold = hold

@@ -12,17 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from pydantic import ByteSize
 
-from pdstore.cli.answer import (
-    Answer,
-    Finding,
-    answer_of,
-    bad,
-    duration,
-    info,
-    ok,
-    size,
-    warn,
-)
+from pdstore.cli.answer import Answer, Finding, answer_of, bad, duration, info, ok, size, warn
 from pdstore.cli.host import (
     MOUNTS,
     available_memory,

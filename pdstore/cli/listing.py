@@ -235,11 +235,7 @@ def du(url: str | None) -> Answer:
         document |= {"youngest_s": use.youngest_s, "oldest_s": use.oldest_s}
         documents.append(document)
     return Answer(
-        {
-            "store": label,
-            "room": dict(room._asdict()) if room else None,
-            "namespaces": documents,
-        },
+        {"store": label, "room": dict(room._asdict()) if room else None, "namespaces": documents},
         [table(columns, rows), muted(note)],
     )
 

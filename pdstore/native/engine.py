@@ -70,13 +70,7 @@ class Engine:
         return abi.CopyPath(plan.path).name, why
 
     def submit(
-        self,
-        direction: int,
-        items: bytes,
-        ids: bytes,
-        *,
-        stream: int = 0,
-        ready: int = 0,
+        self, direction: int, items: bytes, ids: bytes, *, stream: int = 0, ready: int = 0
     ) -> Ticket:
         """Starts a copy; returns without waiting for it.
 

@@ -107,10 +107,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_exchange_capture_mode": [_P],
     "pds_read_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_int64],
     "pds_sum_values": [_P, _P, c_int64, _P],
-    "pds_write_values": [
-        *(_P, c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int64),
-        *(_P, _P),
-    ],
+    "pds_write_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int64, _P, _P],
     "pds_find_files": [c_char_p, c_int64, _P],
     "pds_lease_files": [c_char_p, c_int64, c_int64, c_int64, _P, _P],
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],

@@ -92,10 +92,7 @@ class _Server(HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def __init__(
-        self,
-        page: bytes,
-        take: Callable[[], dict[str, object]],
-        *arguments: object,
+        self, page: bytes, take: Callable[[], dict[str, object]], *arguments: object
     ) -> None:
         self._page = page
         self._take = take

@@ -37,10 +37,7 @@ class Pace:
     """
 
     def __init__(
-        self,
-        last_s: float = 0.020,
-        share: int = 4,
-        clock: Callable[[], float] = time.monotonic,
+        self, last_s: float = 0.020, share: int = 4, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._last_s = last_s
         self._clock = clock
@@ -105,12 +102,7 @@ class KeyWatch:
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        name: str,
-        patience_s: float = 1.0,
-        pace: Pace | None = None,
+        self, store: Store, *, name: str, patience_s: float = 1.0, pace: Pace | None = None
     ) -> None:
         self._store = store
         self._finder = find_optional(store, FindsKeys)

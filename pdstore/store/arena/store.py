@@ -14,12 +14,7 @@ from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
-from pdstore.native.arena import (
-    ArenaCounts,
-    Filled,
-    NativeArena,
-    ValueBatch,
-)
+from pdstore.native.arena import ArenaCounts, Filled, NativeArena, ValueBatch
 from pdstore.native.engine import Ticket
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis.exceptions import (
-    AskError,
-    ClusterDownError,
-    MovedError,
-    ReadOnlyError,
-    RedisError,
-)
+from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyError, RedisError
 
 Command: TypeAlias = tuple[str | int | memoryview, ...]
 """A command's name, the key that it is about, and its other arguments."""
