@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
@@ -140,8 +140,7 @@ class MemoryStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> MemoryStore:
-        budget, lease_s = _options_of(url)
-        return cls(url.label, budget=budget, lease_s=lease_s)
+        return cls(url.label, **_options_of(url))
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
@@ -225,11 +224,10 @@ class MemoryStore(Store):
         return shelf
 
 
-def _options_of(url: StoreURL) -> tuple[int | None, float]:
-    budget = url.size("budget", 0) or None
-    lease_s = url.seconds("lease", DEFAULT_LEASE_S)
+def _options_of(url: StoreURL) -> dict[str, Any]:
+    budget, lease_s = url.size("budget", 0) or None, url.seconds("lease", DEFAULT_LEASE_S)
     url.finish("budget, lease")
-    return budget, lease_s
+    return {"budget": budget, "lease_s": lease_s}
 
 
 def _named(name: str, budget: int | None, lease_s: float) -> _Shelf:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize
 
@@ -91,19 +92,11 @@ class ArenaStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> ArenaStore:
-        name, directory, lease_s, size, slab_bytes = _options_of(url)
+        options = _options_of(url)
         library = load_library(settings, for_gpu=False)
         if library is None:
             raise _without_library(url)
-        return cls(
-            library,
-            name,
-            directory=directory,
-            size=size,
-            slab_bytes=slab_bytes,
-            lease_s=lease_s,
-            handoff_ttl_s=settings.handoff_ttl_s,
-        )
+        return cls(library, handoff_ttl_s=settings.handoff_ttl_s, **options)
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
@@ -270,12 +263,11 @@ class ArenaStore(Store):
         return memoryview(mapped)
 
 
-def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None]:
+def _options_of(url: StoreURL) -> dict[str, Any]:
     """Returns a URL's name, directory, lease, size and slab size. Raises ConfigError."""
     if url.path not in ("", "/") or url.port is not None:
         raise ConfigError(f"{url.label}: write shm://name, and the directory as ?dir=/dev/shm")
-    size = url.size("size", 0) or None
-    slab_bytes = url.size("slab", 0) or None
+    sizes = {"size": url.size("size", 0) or None, "slab_bytes": url.size("slab", 0) or None}
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     directory = Path(url.options.pop("dir", str(DEFAULT_DIRECTORY)))
     url.finish("size, lease, dir, slab")
@@ -286,7 +278,7 @@ def _options_of(url: StoreURL) -> tuple[str, Path, float, int | None, int | None
         raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     if not directory.is_dir():
         raise ConfigError(f"{url.label}: {directory} is no directory: name one with ?dir=")
-    return name, directory, lease_s, size, slab_bytes
+    return {"name": name, "directory": directory, "lease_s": lease_s, **sizes}
 
 
 def _without_library(url: StoreURL) -> ConfigError:

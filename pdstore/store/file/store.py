@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize
 
@@ -94,14 +95,8 @@ class FileStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
-        root, budget, lease_s = _options_of(url)
-        return cls(
-            root,
-            budget=budget,
-            lease_s=lease_s,
-            handoff_ttl_s=settings.handoff_ttl_s,
-            built=partial(built_library, settings),
-        )
+        built = partial(built_library, settings)
+        return cls(handoff_ttl_s=settings.handoff_ttl_s, built=built, **_options_of(url))
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
@@ -282,8 +277,8 @@ class FileStore(Store):
         return n
 
 
-def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
-    """Returns directory, budget and lease. Raises ConfigError."""
+def _options_of(url: StoreURL) -> dict[str, Any]:
+    """Returns a URL's directory, budget and lease. Raises ConfigError."""
     if url.host or url.path == "/":
         raise ConfigError(
             f"{url.label}: write file:///an/absolute/directory,"
@@ -294,7 +289,8 @@ def _options_of(url: StoreURL) -> tuple[Path, int | None, float]:
     url.finish("budget, lease")
     if lease_s > MAX_LEASE_S:
         raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
-    return Path(url.path) if url.path else cache_directory("pool"), budget, lease_s
+    root = Path(url.path) if url.path else cache_directory("pool")
+    return {"root": root, "budget": budget, "lease_s": lease_s}
 
 
 def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
