@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
 import logging
 import re
 import socket
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -197,16 +195,6 @@ def error_of(code: int, what: str, *, num_done: int = 0) -> StoreError:
     """Returns the exception for an error code; `what` names the store, the verb and the key."""
     _, kind = _CODES.get(code, ("", StoreUnavailable if is_outage(code) else StoreError))
     return kind(f"{what}: {name_of(code)}", num_done=num_done)
-
-
-@contextlib.contextmanager
-def counted_from(num_done: int) -> Iterator[None]:
-    """Adds `num_done` to that of a StoreError raised in the `with`: so many keys came before."""
-    try:
-        yield
-    except StoreError as error:
-        error.num_done += num_done
-        raise
 
 
 class Library:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from urllib.parse import quote
 
-from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable, WrongLength
+from pdstore.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, check_call
@@ -29,7 +29,6 @@ from pdstore.store.mooncake.library import (
     MooncakeConfig,
     Raw,
     check_installed,
-    counted_from,
     error_of,
     is_outage,
 )
@@ -234,8 +233,11 @@ class MooncakeStore(Store):
         self._lifecycle.check()
         check_call(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
-            with counted_from(start):
+            try:
                 n = move(keys[start:end], slots.part(start, end))
+            except StoreError as error:
+                error.num_done += start
+                raise
             if start + n < end:
                 return start + n
         return len(keys)
