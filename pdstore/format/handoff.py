@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from pdstore.format.block import FLAG_MARKER, Header
 from pdstore.format.keys import HASH_BYTES, BlockKey, Json, Namespace, PromptKeys
+from pdstore.telemetry.request_record import plain
 
 _NAME = "pdstore"
 _HEX = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
@@ -72,8 +73,7 @@ class HandoffId(NamedTuple):
 
     def started_marker(self, namespace: Namespace, num_shards: int, num_tokens: int) -> Header:
         """Returns the header to store under `started`; D reads from it the id of P's instance."""
-        named = HandoffId(self.instance or self.hex)
-        return named.marker(namespace, 0, num_shards, num_tokens)
+        return HandoffId(self.instance or self.hex).marker(namespace, 0, num_shards, num_tokens)
 
     def instance_of(self, started: Header) -> str | None:
         """Returns the id of the instance that stored `started`; None if it stores no beats."""
@@ -154,9 +154,9 @@ class Handoff:
         return cls(
             id=HandoffId(hexes.pop(_ID), hexes.pop("instance")),
             num_tokens=checked("num_tokens", lambda n: isinstance(n, int) and n >= 0, "a count"),
-            fields={_plain(name): _plain(value) for name, value in (fields or {}).items()},
-            last_save=_plain(said["last_save"]) if "last_save" in said else None,
-            weights_files=_plain(said["weights_files"]) if "weights_files" in said else None,
+            fields={plain(name): plain(value) for name, value in (fields or {}).items()},
+            last_save=plain(said["last_save"]) if "last_save" in said else None,
+            weights_files=plain(said["weights_files"]) if "weights_files" in said else None,
             **hexes,
         )
 
@@ -179,11 +179,6 @@ class Handoff:
             "weights_files": self.weights_files,
         }
         return {_NAME: {name: value for name, value in said.items() if value is not None}}
-
-
-def _plain(value: object) -> str:
-    """Returns 80 characters of a client's text, or fewer, without control characters, for a log."""
-    return "".join(c if c.isprintable() else "?" for c in str(value)[:80])
 
 
 def _is_hex(value: object) -> bool:

@@ -25,8 +25,7 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
     It ignores StoreErrors: the running save reports them.
     """
     slots = Slots(store.allocate(_SLOT_BYTES), _SLOT_BYTES, [0], [block.HEADER_BYTES])
-    id = bytes.fromhex(instance)
-    block.seal(slots.value(0), block.Header(block.FLAG_MARKER, 0, 0, 1, 0, 0, namespace.digest, id))
+    block.seal(slots.value(0), HandoffId(instance).marker(namespace, 0, 1, 0))
     with contextlib.suppress(StoreError):
         store.put([beat_key(namespace, instance, number)], slots)
         store.remove([beat_key(namespace, instance, number - n) for n in (2, 3)])
