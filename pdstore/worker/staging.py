@@ -165,13 +165,11 @@ class PinnedMemory:
 
     def _undo(self) -> None:
         while self._pinned:
-            self._unregister(*self._pinned.pop())
-
-    def _unregister(self, address: int, _num_bytes: int) -> None:
-        try:
-            self._registrar.unregister(address)
-        except SwapError as error:
-            log.warning("staging: %s", error)
+            address, _ = self._pinned.pop()
+            try:
+                self._registrar.unregister(address)
+            except SwapError as error:
+                log.warning("staging: %s", error)
 
 
 class Staging:

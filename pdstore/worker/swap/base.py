@@ -121,7 +121,7 @@ class Swap(ABC):
         Call that function once; until it returns, payloads and paged cache must stay as they are.
         """
         self.scatter(copies, ready)
-        return _nothing
+        return lambda: None  # it has ended
 
     def checksums(self, values: Sequence[memoryview]) -> list[int]:
         """Returns the `block.checksum` of each value; each has at least 64 bytes."""
@@ -142,10 +142,6 @@ class Swap(ABC):
 
     def close(self) -> None:  # noqa: B027 - TorchSwap has nothing to free
         """Frees the engine; no copy may run or follow. May be called again."""
-
-
-def _nothing() -> None:
-    """Does nothing: the wait for a copy that has ended already."""
 
 
 def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
