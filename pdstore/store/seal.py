@@ -100,11 +100,11 @@ class Encrypted(WrapperStore):
                 stored.value(i)[:] = slots.value(i)
             else:
                 self._envelopes.encrypt(key, slots.value(i), stored.value(i))
-        return count_of(self._store.put(keys, stored), keys, self._store)
+        return count_of(self.wrapped.put(keys, stored), keys, self.wrapped)
 
     def _get(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> int:
         try:
-            found = count_of(self._store.get(keys, stored), keys, self._store)
+            found = count_of(self.wrapped.get(keys, stored), keys, self.wrapped)
         except StoreError as error:
             self._decrypt(keys[: num_done_of(error, keys)], slots, stored)
             raise
@@ -128,7 +128,7 @@ class Encrypted(WrapperStore):
         with self._lock:
             view = self._spare.pop() if self._spare else None
         if view is None or len(view) < num_bytes:
-            view = self._store.allocate(max(num_bytes, self._batch_bytes))
+            view = self.wrapped.allocate(max(num_bytes, self._batch_bytes))
         try:
             yield view
         finally:

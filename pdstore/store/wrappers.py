@@ -32,6 +32,8 @@ class WrapperStore(Store):
 
     It offers only those of the wrapped store's optional protocols that a subclass names in
     `passes`. One that changes values must name no protocol whose calls read or write values.
+
+    wrapped: the wrapped store.
     """
 
     passes: tuple[type, ...] = ()
@@ -41,44 +43,39 @@ class WrapperStore(Store):
     """Bytes that a subclass adds to each value, except to the pool's id."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.wrapped = store
         self.label = store.label
 
     @property
-    def wrapped(self) -> Store:
-        """The wrapped store."""
-        return self._store
-
-    @property
     def lease_s(self) -> float:
-        return self._store.lease_s
+        return self.wrapped.lease_s
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        return self._store.match(keys)
+        return self.wrapped.match(keys)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._store.get(keys, slots)
+        return self.wrapped.get(keys, slots)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self._store.put(keys, slots)
+        return self.wrapped.put(keys, slots)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._store.remove(keys)
+        self.wrapped.remove(keys)
 
     def clear(self, namespace: str) -> None:
-        self._store.clear(namespace)
+        self.wrapped.clear(namespace)
 
     def allocate(self, num_bytes: int) -> memoryview:
-        return self._store.allocate(num_bytes)
+        return self.wrapped.allocate(num_bytes)
 
     def why_too_long(self, num_bytes: int) -> str | None:
-        return self._store.why_too_long(num_bytes + self.added_bytes)
+        return self.wrapped.why_too_long(num_bytes + self.added_bytes)
 
     def codes(self) -> Mapping[str, int]:
-        return self._store.codes()
+        return self.wrapped.codes()
 
     def close(self) -> None:
-        self._store.close()
+        self.wrapped.close()
 
 
 # Errors that do not count as failures of the store.
@@ -138,19 +135,19 @@ class GuardedStore(WrapperStore):
         return self._in_a_row >= self._failures
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        return self.around("match", self._store.match, keys)
+        return self.around("match", self.wrapped.match, keys)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self.around("get", self._store.get, keys, slots)
+        return self.around("get", self.wrapped.get, keys, slots)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        return self.around("put", self._store.put, keys, slots)
+        return self.around("put", self.wrapped.put, keys, slots)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self.around("remove", self._store.remove, keys)
+        self.around("remove", self.wrapped.remove, keys)
 
     def clear(self, namespace: str) -> None:
-        self.around("clear", self._store.clear, namespace)
+        self.around("clear", self.wrapped.clear, namespace)
 
     def around(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
         """Makes a call of the wrapped store and returns its answer.

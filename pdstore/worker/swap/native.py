@@ -59,6 +59,8 @@ class NativeSwap(Swap):
     path, sizes: a copy path, and values for fields of `abi.Options`; for tests and benchmarks.
     On a GPU, payloads must lie in memory that `register` pinned or `add_host` added.
     Raises LayoutError, DeviceError or SwapError.
+
+    engine: the library's engine, for other calls of the library that copy blocks with it.
     """
 
     def __init__(
@@ -90,12 +92,7 @@ class NativeSwap(Swap):
         }
         shapes = [self._shape(part) for part in layout.owned_parts]
         regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
-        self._engine = Engine(library, options, shapes, regions)
-
-    @property
-    def engine(self) -> Engine:
-        """The library's engine, for other calls of the library that copy blocks with it."""
-        return self._engine
+        self.engine = Engine(library, options, shapes, regions)
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if it is a CUDA event for the device; else waits for it, returns None."""
@@ -183,7 +180,7 @@ class NativeSwap(Swap):
     ) -> Ticket:
         """Starts packed copies; `start` describes the arguments."""
         way = int(direction is Direction.LOAD)
-        return self._engine.submit(way, *packed, stream=stream, ready=ready)
+        return self.engine.submit(way, *packed, stream=stream, ready=ready)
 
     def checksums(self, values: Sequence[memoryview]) -> list[int]:
         addresses = [address_of(value) for value in values]
@@ -208,14 +205,14 @@ class NativeSwap(Swap):
 
     def add_host(self, address: int, num_bytes: int) -> None:
         """Adds a range of memory; from then on every payload must lie within one such range."""
-        self._engine.add_host(address, num_bytes)
+        self.engine.add_host(address, num_bytes)
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         """Returns for each part the copy path of a whole block and of a tail of one token."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
         return [
             BlockCopyPlan(
-                part, n, *self._engine.explain(int(direction is Direction.LOAD), number, n)
+                part, n, *self.engine.explain(int(direction is Direction.LOAD), number, n)
             )
             for part, number in self._parts.items()
             for n in tokens
@@ -230,7 +227,7 @@ class NativeSwap(Swap):
             self._library.exchange_capture_mode(before)
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     def handle_of(self, ready: ReadyEvent | None) -> int:
         """Returns the handle of a CUDA event; waits for any other event and returns 0."""
