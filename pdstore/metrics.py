@@ -227,8 +227,7 @@ class Metrics:
         error: Exception | None = None,
     ) -> None:
         """Counts a job and its time; with a reason, counts a miss (load) or a drop (save)."""
-        outcome = reason.value if reason else "ok"
-        self.jobs.labels(direction.value, outcome).inc()
+        self.jobs.labels(direction.value, reason.value if reason else "ok").inc()
         self.job_seconds.labels(direction.value).observe(seconds)
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)

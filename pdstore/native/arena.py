@@ -186,8 +186,7 @@ class NativeArena:
         Returns None if they have room without evicting, or if no value may be evicted.
         """
         age = c_int64()
-        code = self._calls.pds_arena_oldest(self._handle, num_bytes, num_values, byref(age))
-        self._check(code)
+        self._check(self._calls.pds_arena_oldest(self._handle, num_bytes, num_values, byref(age)))
         return age.value / 1e9 if age.value >= 0 else None
 
     def make_room(self, keys: Sequence[str], kinds: bytes, sizes: Sequence[int]) -> bool:

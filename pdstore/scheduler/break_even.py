@@ -142,8 +142,7 @@ class PromptTimes:
             end = self._end_of_load(start, found, num_loading)
         way: Way = "compute" if end <= start else "load" if end == found else "both"
         way = "none" if found <= start else way
-        now = self._clock()
-        self._prompts[name] = _Prompt(num_tokens, end, way, now, end - start)
+        self._prompts[name] = _Prompt(num_tokens, end, way, self._clock(), end - start)
         self._most_loading = max(self._most_loading, num_loading + end - start)
         return Decision(end, way)
 

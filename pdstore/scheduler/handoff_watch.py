@@ -201,8 +201,7 @@ class HandoffWatch:
         self._waiting.discard(lookup)
         if isinstance(why, Exception):
             reason = reason_of(why)
-            error = None if reason is Reason.CLOSED else why
-            lookup.finish(Match.miss(lookup.keys, reason, error))
+            lookup.finish(Match.miss(lookup.keys, reason, None if reason is Reason.CLOSED else why))
         elif why is Verdict.OTHER_POOL:
             lookup.finish(Match.miss(lookup.keys, Reason.OTHER_POOL))
         elif why is Verdict.BEGUN:
@@ -213,8 +212,7 @@ class HandoffWatch:
     def _match(self, lookup: Lookup, why: Verdict) -> None:
         """Ends a lookup with a match of what the pool has now."""
         if why in (Verdict.DONE, Verdict.LATE):
-            waited_s = time.monotonic() - lookup.started_at
-            self._metrics.handoff_wait_seconds.observe(waited_s)
+            self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
         if lookup.poll() is not None:
             return
         is_unheard = why in (Verdict.LATE, Verdict.DEAD)

@@ -252,8 +252,7 @@ class PrefixCacheManager:
         self._mismatches.check_roles(params, is_prefill=False)
         wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
-        count = partial(self._count, keys, handoff)
-        lookup = Lookup(keys, handoff, wait_s, count, follows=follows)
+        lookup = Lookup(keys, handoff, wait_s, partial(self._count, keys, handoff), follows=follows)
         refusal = self._refuse()
         if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):
             refusal = Reason.NAMESPACE

@@ -251,8 +251,7 @@ class KVPool:
         )
         if follow is None:
             split = self._mover.way.split  # so a share of a load is as large as one of a save
-            ranges = split.ranges(first_block, len(keys), num_bytes // split.at_once)
-            work.release(ranges)
+            work.release(split.ranges(first_block, len(keys), num_bytes // split.at_once))
             work.close()
         self._queue.submit(job)
         if self._mover.admission is not None:

@@ -215,8 +215,7 @@ class StagedEnd(StoreEnd):
             numbers = slots.numbers[: len(values)]
             payloads = [self._base + number * slots.slot_bytes for number in numbers]
             packed = self._native.pack_columns(*columns, payloads)
-            handle = self._native.handle_of(ready)
-            ticket = self._native.submit(direction, packed, ready=handle)
+            ticket = self._native.submit(direction, packed, ready=self._native.handle_of(ready))
             return partial(self._native.finish, ticket)
         payload_views = (slots.value(i)[block.HEADER_BYTES :] for i in range(len(values)))
         copies = [BlockCopy(*fields) for fields in zip(*columns, payload_views, strict=True)]

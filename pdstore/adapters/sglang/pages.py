@@ -208,8 +208,7 @@ class HostPages:
             halves = [each for half in halves for each in half]
         shape = (pool.size // pool.page_size, pool.page_size, 1, -1)
         caches = [half.view(torch.uint8).view(shape) for half in halves]
-        token_bytes = caches[0].shape[3]
-        piece = LayerSpec(tp_size, token_bytes, value_dim=0, kind=layer.kind)
+        piece = LayerSpec(tp_size, caches[0].shape[3], value_dim=0, kind=layer.kind)
 
         def layout(dtype: str, layers: list[LayerSpec], rope: str = "") -> Layout:
             return Layout(

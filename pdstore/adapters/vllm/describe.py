@@ -108,8 +108,7 @@ def layout_of(
     views: dict[str, torch.Tensor] = {}
 
     def own_layers() -> Layers:
-        groups = kv_cache_config.kv_cache_groups
-        names = [name for group in groups for name in group.layer_names]
+        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         views.update({name: _view_of(name, kv_caches[name]) for name in names})
         return _own_layers(kv_cache_config, views, tp_size)
 

@@ -51,8 +51,7 @@ class ConcurrencyTests:
 
         def read() -> None:
             for key, value in zip(keys, values, strict=True):
-                found = _wait_for(peer, key, len(value), self.deadline_s)
-                assert_values([found], [value])
+                assert_values([_wait_for(peer, key, len(value), self.deadline_s)], [value])
 
         run_together(write, read, read, deadline_s=self.deadline_s)
 
