@@ -82,11 +82,9 @@ class AsyncRunner(Generic[T]):
     """
 
     def __init__(self, name: str, device: torch.device = CPU) -> None:
-        self._stream = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._calls: SimpleQueue[_Call[T] | None] = SimpleQueue()
         self._last: _Call[T] | None = None  # None after the caller learned its outcome
         self._closed = False

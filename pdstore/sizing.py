@@ -215,10 +215,9 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
     for row in rows:
         if asked.bandwidth:
             read_s = row.kv_bytes / (asked.bandwidth * _GB)
-            is_read = read_s < row.compute_s
-            verdict = (
-                f"   read, {read_s:.3g} s" if is_read else f"   compute (a read: {read_s:.3g} s)"
-            )
+            verdict = f"   compute (a read: {read_s:.3g} s)"
+            if read_s < row.compute_s:
+                verdict = f"   read, {read_s:.3g} s"
         print(
             f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
             f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"

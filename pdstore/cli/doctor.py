@@ -134,14 +134,9 @@ def layout_of(settings: Settings, shape: ModelShape) -> Layout:
 def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> Tried:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, layout.dtype)
-    caches = [
-        torch.empty(
-            (1, layout.engine_block_tokens, spec.num_kv_heads, spec.channels),
-            dtype=dtype,
-            device=device,
-        )
-        for spec in layout.layers
-    ]
+    tokens = layout.engine_block_tokens
+    shapes = [(1, tokens, spec.num_kv_heads, spec.channels) for spec in layout.layers]
+    caches = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     most = max(_STAGING, 32 * layout.block_bytes)  # pinning more would take long
     own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
     return self_test(own, layout, caches, num_tokens=num_tokens, store=store)

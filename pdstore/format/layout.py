@@ -416,12 +416,10 @@ def _check_stages(pipeline: Pipeline, layers: Sequence[LayerSpec], num_ranges: i
     counts = ", ".join(str(stage_of.count(stage)) for stage in range(num_stages))
     possible = range(1, min(MAX_LAYER_RANGES, len(layers)) + 1)
     fitting = next((number for number in possible if fits(number)), None)
+    remedy = f"no PDSTORE_LAYER_RANGES up to {MAX_LAYER_RANGES} fits them"
+    if fitting is not None:
+        remedy = f"set PDSTORE_LAYER_RANGES={fitting} on P and on D"
     raise LayoutError(
         f"pipeline stages of {counts} layers do not end where the model's {num_ranges} layer"
-        " ranges end, in which blocks are stored: "
-        + (
-            f"set PDSTORE_LAYER_RANGES={fitting} on P and on D"
-            if fitting
-            else f"no PDSTORE_LAYER_RANGES up to {MAX_LAYER_RANGES} fits them"
-        )
+        f" ranges end, in which blocks are stored: {remedy}"
     )

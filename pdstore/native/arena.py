@@ -205,11 +205,8 @@ class NativeArena:
         """
         page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
         while following.value >= 0:
-            self._check(
-                self._calls.pds_arena_list(
-                    self._handle, byref(following), page, _PAGE_VALUES, byref(count)
-                )
-            )
+            out = byref(following), page, _PAGE_VALUES, byref(count)
+            self._check(self._calls.pds_arena_list(self._handle, *out))
             for value in page[: count.value]:
                 age_s = value.age_ns / 1e9 if value.age_ns >= 0 else None
                 yield value.key.decode("ascii", "replace"), value.bytes, age_s
@@ -239,9 +236,8 @@ class NativeArena:
         """Copies values out of the arena; returns how many leading values it copied."""
         count, done = len(keys), c_int64()
         targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
-        code = self._calls.pds_arena_get(
-            self._handle, memory, joined(keys), targets, lengths, count, byref(done)
-        )
+        values = memory, joined(keys), targets, lengths, count, byref(done)
+        code = self._calls.pds_arena_get(self._handle, *values)
         self._check(code, done.value)
         return done.value
 

@@ -175,13 +175,8 @@ class HandoffWatch:
         """Adds a lookup with a hand-off. Any thread may call it."""
         assert lookup.handoff is not None
         self._waiting.add(lookup)
-        wait = HandoffWait(
-            lookup,
-            self._namespace,
-            self._end,
-            is_elsewhere=partial(self._is_elsewhere, lookup.handoff),
-        )
-        self._watch.add(wait)
+        is_elsewhere = partial(self._is_elsewhere, lookup.handoff)
+        self._watch.add(HandoffWait(lookup, self._namespace, self._end, is_elsewhere=is_elsewhere))
 
     def __len__(self) -> int:
         """Number of lookups that the watch has not ended yet."""

@@ -161,9 +161,8 @@ class PrefixCacheManager:
         params: the request's `kv_transfer_params`; they decide if PDSTORE_ROLE is `both`.
         """
         role = self._settings.role
-        return role == "prefill" or (
-            role == "both" and (params or {}).get("do_remote_decode") is True
-        )
+        is_asked = (params or {}).get("do_remote_decode") is True
+        return role == "prefill" or (role == "both" and is_asked)
 
     def announce(
         self, keys: PromptKeys, params: Mapping[str, Json] | None = None

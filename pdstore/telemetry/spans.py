@@ -110,9 +110,8 @@ class Spans:
             span = self._begin(whole, f"pdstore.{phase.name}", record, phase)
             for part in record.in_store:
                 if part.name == phase.name:
-                    self._begin(span, "pdstore.store", record, part).end(
-                        _instant(record, part.end_s)
-                    )
+                    inner = self._begin(span, "pdstore.store", record, part)
+                    inner.end(_instant(record, part.end_s))
             span.end(_instant(record, phase.end_s))
         last = max((phase.end_s for phase in record.phases), default=0.0)
         whole.end(_instant(record, last))

@@ -105,9 +105,7 @@ class LoadWork(Work):
             if any(gap.reason in self.mover.ends.removed for _, gap in gaps):
                 self._remove_wrong(child, released)
             return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
-        if shortfall is None and cut is not None:
-            shortfall = Shortfall(cut)
-        return shortfall
+        return Shortfall(cut) if shortfall is None and cut is not None else shortfall
 
     def _is_wanted(self, piece: _Piece) -> bool:
         """True if a block range begins before all gaps, because no block after a gap counts."""

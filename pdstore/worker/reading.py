@@ -89,9 +89,8 @@ def _remove(ends: Ends, child: ChildJob, wrong: Mapping[BlockKey, Reason]) -> No
     if not bad:
         return
     more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-    log.warning(
-        "%s: %s is %s and is removed%s", ends.store.label, bad[0], wrong[bad[0]].value, more
-    )
+    label, why = ends.store.label, wrong[bad[0]].value
+    log.warning("%s: %s is %s and is removed%s", label, bad[0], why, more)
     with child.in_store_call():
         try:
             ends.store.remove(bad)

@@ -252,13 +252,11 @@ class SaveWork(Work):
     ) -> Reason | None:
         """Puts markers under the keys of some shards."""
         namespace, num_shards = self.prompt.keys.namespace, self.prompt.layout.grid_shards
-        return self.mover.mark(
-            child,
-            {
-                key: handoff.marker(namespace, shard, num_shards, self._progress)
-                for shard, key in keys.items()
-            },
-        )
+        markers = {
+            key: handoff.marker(namespace, shard, num_shards, self._progress)
+            for shard, key in keys.items()
+        }
+        return self.mover.mark(child, markers)
 
 
 @dataclass(eq=False)

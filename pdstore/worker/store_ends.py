@@ -167,9 +167,8 @@ class StagedEnd(StoreEnd):
             if usable:
                 held.enter_context(child.copying())
                 wait = self._start(Direction.LOAD, move._replace(values=usable), slots)
-                child.finish_copy(
-                    partial(_finish, held.pop_all(), wait, partial(loaded, usable, None))
-                )
+                copied = partial(loaded, usable, None)
+                child.finish_copy(partial(_finish, held.pop_all(), wait, copied))
                 self._ends.count_tokens("loaded", usable.num_counted)
         return read.shortfall, values[len(window) :]
 
@@ -178,13 +177,12 @@ class StagedEnd(StoreEnd):
         ends, keys = self._ends, values.keys
         if self._files is None or self._native is None:
             self._seal(values, slots)
+            put = partial(ends.store.put, keys, slots)
+        else:
+            starts, engine = b"".join(values.starts), self._native.engine
+            put = partial(self._files.put_sealed, keys, slots, starts, engine)
         with child.in_store_call():
-            if self._files is None or self._native is None:
-                answer = ends.store.put(keys, slots)
-            else:
-                starts, engine = b"".join(values.starts), self._native.engine
-                answer = self._files.put_sealed(keys, slots, starts, engine)
-            accepted = count_of(answer, keys, ends.store)
+            accepted = count_of(put(), keys, ends.store)
             ends.count_tokens("saved", values.num_counted[:accepted])
         return accepted == len(values)
 

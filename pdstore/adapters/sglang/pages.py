@@ -59,13 +59,12 @@ def settings_of(extra_config: Mapping[str, Any]) -> Settings:
     Each key of that option is a setting in lower case without PDSTORE_, or SGLang's own option.
     Raises ConfigError.
     """
-    return read_engine_settings(
-        **{
-            name: value
-            for name, value in extra_config.items()
-            if name not in _OF_SGLANG and not name.startswith(_PREFIXES_OF_SGLANG)
-        }
-    )
+    given = {
+        name: value
+        for name, value in extra_config.items()
+        if name not in _OF_SGLANG and not name.startswith(_PREFIXES_OF_SGLANG)
+    }
+    return read_engine_settings(**given)
 
 
 def refuse_unsupported(storage_config: Any, args: Any) -> None:

@@ -81,10 +81,7 @@ class Memory:
     def holds(self, slots: Slots, address: int) -> bool:
         """True if one slab contains the whole buffer of `slots`, which begins at `address`."""
         end = address + len(slots.view)
-        return any(
-            slab.address <= address and end <= slab.address + slab.size
-            for slab in list(self._slabs)
-        )
+        return any(start <= address and end <= start + size for start, size in list(self._slabs))
 
     def bounce(self, num_bytes: int) -> memoryview:
         """Returns the bounce, which has `num_bytes` or more; the caller must hold `bounce_lock`."""

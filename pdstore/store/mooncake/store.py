@@ -189,9 +189,8 @@ class MooncakeStore(Store):
 
     def room(self) -> Room:
         self._lifecycle.check()
-        gauges = {
-            name: float(value) for name, value in _GAUGE.findall(self._ask_master("/metrics"))
-        }
+        found = _GAUGE.findall(self._ask_master("/metrics"))
+        gauges = {name: float(value) for name, value in found}
         return Room(
             "Mooncake",
             int(gauges.get("master_allocated_bytes", 0)),

@@ -153,9 +153,8 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
     if layout.page is None:
         return list(kv_caches)
     caches_as_bytes(layout, kv_caches)
-    return [
-        _as_cells(layer, cache) for layer, cache in zip(layout.held_layers, kv_caches, strict=True)
-    ]
+    pairs = zip(layout.held_layers, kv_caches, strict=True)
+    return [_as_cells(layer, cache) for layer, cache in pairs]
 
 
 def _as_cells(layer: int, cache: LayerCache) -> LayerCache:

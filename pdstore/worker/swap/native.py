@@ -96,8 +96,6 @@ class NativeSwap(Swap):
 
     def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if it is a CUDA event for the device; else waits for it, returns None."""
-        if ready is None:
-            return None
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
         return ready if is_cuda else super().to_follow(ready)
 
@@ -210,10 +208,9 @@ class NativeSwap(Swap):
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         """Returns for each part the copy path of a whole block and of a tail of one token."""
         tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
+        way = int(direction is Direction.LOAD)
         return [
-            BlockCopyPlan(
-                part, n, *self.engine.explain(int(direction is Direction.LOAD), number, n)
-            )
+            BlockCopyPlan(part, n, *self.engine.explain(way, number, n))
             for part, number in self._parts.items()
             for n in tokens
         ]
@@ -242,9 +239,8 @@ class NativeSwap(Swap):
     def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
         layers = self._layout.groups[part.group]
         cell = sum(t.shape[3] for t in self._caches[layers[0]])
-        return PartShape(
-            num_layers=len(layers), num_heads=len(self._layout.heads_of(part)), cell=cell
-        )
+        num_heads = len(self._layout.heads_of(part))
+        return PartShape(num_layers=len(layers), num_heads=num_heads, cell=cell)
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
         """Returns the cache tensors of a part, each from the part's first head on; K before V."""
