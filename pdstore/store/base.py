@@ -157,6 +157,11 @@ class Lifecycle:
             why = "is closed" if is_here else "belongs to the parent process: open it again here"
             raise StoreClosed(f"{self._label} {why}", num_done=num_done)
 
+    def enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
+        """Begins a call about keys: does what `check` and `check_call` do."""
+        self.check()
+        check_call(keys, slots)
+
     def refuse(self) -> None:
         """Refuses calls from now on; the store's life has not ended before `end` is called."""
         self._refuses = True

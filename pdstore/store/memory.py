@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pdstore.errors import ConfigError, StoreFull, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 
@@ -219,8 +219,7 @@ class MemoryStore(Store):
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> _Shelf:
         shelf = self._shelf  # read before the check: `close` ends the life before it drops this
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._lifecycle.enter(keys, slots)
         return shelf
 
 

@@ -239,8 +239,7 @@ class ArenaStore(Store):
     def _enter(self, keys: Sequence[BlockKey] = (), slots: Slots | None = None) -> memoryview:
         """Checks the arguments of a call, and that the store is open; returns the memory."""
         memory = self._memory  # read before the check: `close` ends the life before it drops this
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._lifecycle.enter(keys, slots)
         assert memory is not None
         return memory
 

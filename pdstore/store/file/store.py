@@ -20,7 +20,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings, cache_directory
-from pdstore.store.base import Lifecycle, Slots, Store, check_call, log_once
+from pdstore.store.base import Lifecycle, Slots, Store, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
@@ -265,8 +265,7 @@ class FileStore(Store):
 
     def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> list[str]:
         """Checks the arguments of a call, and that the store is open; returns the values' paths."""
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._lifecycle.enter(keys, slots)
         return list(map(self._path_of, keys))  # cached, because the same keys come again
 
     def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:

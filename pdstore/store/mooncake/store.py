@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pdstore.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store
 from pdstore.store.mooncake.batches import Batches, Memory
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.library import (
@@ -103,8 +103,7 @@ class MooncakeStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Asks for few keys first, then for more: keys after a miss would be leased for nothing."""
-        self._lifecycle.check()
-        check_call(keys)
+        self._lifecycle.enter(keys)
         found, windows = 0, iter(_WINDOWS)
         while found < len(keys):
             window = keys[found : found + next(windows, _WINDOWS[-1])]
@@ -116,8 +115,7 @@ class MooncakeStore(Store):
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Searches for all keys in one round trip; Mooncake leases the keys that are stored."""
-        self._lifecycle.check()
-        check_call(keys)
+        self._lifecycle.enter(keys)
         codes = self._exist(keys) if keys else []
         for key, code in zip(keys, codes, strict=True):
             if code < 0:
@@ -131,8 +129,7 @@ class MooncakeStore(Store):
         return self._in_batches(keys, slots, self._put_batch)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._lifecycle.check()
-        check_call(keys)
+        self._lifecycle.enter(keys)
         if not keys:
             return
         codes = self._lookup.codes_of(lambda raw: raw.batch_remove(list(keys), True))
@@ -180,8 +177,7 @@ class MooncakeStore(Store):
             yield from values
 
     def length_of(self, key: BlockKey) -> int | None:
-        self._lifecycle.check()
-        check_call([key])
+        self._lifecycle.enter([key])
         size = self._size_of(key)
         if size < 0 and size not in MISSES:
             raise error_of(size, f"{self.label}: look for {key}")
@@ -229,8 +225,7 @@ class MooncakeStore(Store):
         move: Callable[[Sequence[BlockKey], Slots], int],
     ) -> int:
         """Moves batches in turn until one is not moved whole; returns the number moved."""
-        self._lifecycle.check()
-        check_call(keys, slots)
+        self._lifecycle.enter(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
             try:
                 n = move(keys[start:end], slots.part(start, end))

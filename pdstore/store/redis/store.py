@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, Slots, Store, check_call
+from pdstore.store.base import Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.redis.cluster import Command
 from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
@@ -69,7 +69,7 @@ class RedisStore(Store):
         return self._lease_s or 0.0
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        self._enter(keys)
+        self._lifecycle.enter(keys)
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = keys[n : n + window]
@@ -89,11 +89,11 @@ class RedisStore(Store):
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Searches for all keys in one round trip; renews no lease."""
-        self._enter(keys)
+        self._lifecycle.enter(keys)
         return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._enter(keys, slots)
+        self._lifecycle.enter(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):
             replies = self._replies([("GET", keys[i]) for i in part], part.start)
             for i, data in enumerate(replies, part.start):
@@ -106,7 +106,7 @@ class RedisStore(Store):
         return len(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        self._enter(keys, slots)
+        self._lifecycle.enter(keys, slots)
         for part in _batches(slots.sizes, _WRITE_BATCH):
             commands: list[Command] = []
             for i in part:
@@ -117,7 +117,7 @@ class RedisStore(Store):
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._enter(keys)
+        self._lifecycle.enter(keys)
         list(self._replies([("UNLINK", key) for key in keys]))
 
     def clear(self, namespace: str) -> None:
@@ -139,7 +139,7 @@ class RedisStore(Store):
                     yield StoredValue(key, size, float(age_s) if isinstance(age_s, int) else None)
 
     def length_of(self, key: BlockKey) -> int | None:
-        self._enter([key])
+        self._lifecycle.enter([key])
         [length] = self._replies([("STRLEN", key)])
         return length or None  # no value is empty
 
@@ -162,10 +162,6 @@ class RedisStore(Store):
         """Closes idle connections; running calls close their connections when they end."""
         if self._lifecycle.end():
             self._servers.disconnect()
-
-    def _enter(self, keys: Sequence[BlockKey], slots: Slots | None = None) -> None:
-        self._lifecycle.check()
-        check_call(keys, slots)
 
     def _pages(self, prefix: str) -> Iterator[list[BlockKey]]:
         """Yields lists of the keys with a prefix; two lists may contain the same key."""
