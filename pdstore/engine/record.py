@@ -10,8 +10,6 @@ from pdstore.engine.request import EngineRequest, Interval, JobEnd
 from pdstore.errors import Direction
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
 
-_PATIENCE_S = 60.0
-
 
 class Records:
     """Gives the journal one record for each request. Any thread may call it.
@@ -24,7 +22,7 @@ class Records:
         self,
         journal: Journal,
         role: str,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal = journal

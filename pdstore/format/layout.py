@@ -333,10 +333,7 @@ class Layout:
 
 
 def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
-    """Returns the layer range that a layer belongs to, counted from 0.
-
-    The layers are split into ranges as evenly as possible.
-    """
+    """Returns the range of a layer if the layers are split into ranges as evenly as possible."""
     return layer * num_ranges // num_layers
 
 
@@ -354,10 +351,7 @@ def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, 
 
 
 def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]:
-    """Returns the fields of an instance's namespace; they hold a digest of the salt, not the salt.
-
-    weights: the weights' revision (`pdstore.weights_revision`).
-    """
+    """Returns the fields of an instance's namespace, with a digest of the salt, not the salt."""
     salt = settings.salt.get_secret_value() if settings.salt else None
     fields: dict[str, Json] = {
         "format": FORMAT_VERSION,

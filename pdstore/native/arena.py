@@ -72,10 +72,7 @@ class ValueBatch(NamedTuple):
         return sum(memoryview(self.sizes).cast("q"))
 
     def values(self, memory: int) -> ctypes.Structure:
-        """Returns the batch as the library's struct; the batch must outlive the struct.
-
-        memory: the address where this process maps the arena's values.
-        """
+        """Returns the batch as the library's struct; the batch must outlive the struct."""
         return abi.Values(
             keys=joined(self.keys),
             sizes=self.sizes,
@@ -106,6 +103,8 @@ class Filled(NamedTuple):
 
 class NativeArena:
     """An open arena. Any thread may call it. A call that fails raises a StoreError.
+
+    The argument `memory` of some calls is the address where this process maps the arena's values.
 
     fd: the file's descriptor; the caller closes it.
     times: five times in seconds: the lease that a match gives; how long a new value is
@@ -219,10 +218,7 @@ class NativeArena:
         addresses: Sequence[int],
         sizes: Sequence[int],
     ) -> int:
-        """Copies in values that are not stored yet; returns how many leading ones are stored now.
-
-        memory: the address where this process maps the arena's values.
-        """
+        """Copies in values that are not stored yet; returns how many leading ones are there now."""
         count, done = len(keys), c_int64()
         sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
         values = memory, joined(keys), kinds, sources, lengths, count, byref(done)
@@ -247,7 +243,6 @@ class NativeArena:
         Publishes the batches in the given order, each as soon as its copies have ended.
 
         batches: at least one; all with the same engine.
-        memory: the address where this process maps the arena's values.
         kinds: one byte for each value, over all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
         Raises LayoutError or SwapError.
         """
@@ -266,7 +261,6 @@ class NativeArena:
     def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
         """Starts to scatter values and ends their leases soon; the caller must wait for the ticket.
 
-        memory: the address where this process maps the arena's values.
         Returns None, and copies nothing, if a value is missing, if the call finds a wrong value, or
         if the arena's lock is not free within 20 ms. Raises LayoutError or SwapError.
         """

@@ -14,7 +14,6 @@ from pdstore.settings import Settings
 
 Mode: TypeAlias = Literal["auto", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
-Clock: TypeAlias = Callable[[], float]
 
 _KEEP = 0.8  # each new measurement multiplies the weight of all earlier ones by this
 _FEWEST_TOKENS = 512  # fewer tokens would measure the cost of a step or call, not of a token
@@ -95,7 +94,7 @@ class PromptTimes:
         may_split: bool = True,
         metrics: Metrics | None = None,
         probe_every: int = 256,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._mode = mode
         self._block_tokens = block_tokens

@@ -198,9 +198,8 @@ def snapshot(
 ) -> Json:
     """Returns the object that `/pdstore` shows: the present state, without secrets.
 
-    cache: tells the pool and the namespace, whose fields are shown as `Namespace.described`.
-    registries: hold the metrics; each number that is shown combines the values of all registries.
-    problem: returns what is wrong with the pool now, or None.
+    cache, registries, problem: as `Reporting` takes them. The namespace's fields are shown as
+      `Namespace.described`. Each number that is shown combines the values of all registries.
     """
     numbers = _numbers_of(registries)
     namespace, pool_id = cache.namespace, cache.pool_id

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # pdstore without extras does not install `cryptography`
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 16 << 20
 _ALIGN = 4096
 _ERRORS = {
     Reason.OTHER_SEAL: (OtherSeal, "not encrypted with a key of PDSTORE_SEAL_KEY_FILE"),
@@ -47,7 +46,7 @@ class Encrypted(WrapperStore):
 
     passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse)
 
-    def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = _BATCH_BYTES) -> None:
+    def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = 16 << 20) -> None:
         super().__init__(store)
         self.added_bytes = envelopes.added_bytes
         self._envelopes = envelopes

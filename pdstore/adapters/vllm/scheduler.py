@@ -38,8 +38,6 @@ from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
 
-_PATIENCE_S = 0.003
-
 
 @dataclass(eq=False)
 class PDStoreConnectorScheduler:
@@ -47,8 +45,7 @@ class PDStoreConnectorScheduler:
 
     Until `set_layouts` is called, every prompt is a miss, and nothing is saved.
 
-    may_follow: True to load a hand-off while P is still saving it. False makes D wait until P is
-      done; use False if vLLM fails a request whose load brings too little.
+    may_follow: as `EngineRequest` takes it.
     number: this instance's number among the data-parallel instances that start together.
     hashes_items: False if requests with images, sounds or videos must not use the pool.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
@@ -68,7 +65,7 @@ class PDStoreConnectorScheduler:
     hashes_items: bool = True
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
-    patience_s: float = _PATIENCE_S
+    patience_s: float = 0.003
 
     def __post_init__(self) -> None:
         self.worker_metrics = WorkerMetrics()

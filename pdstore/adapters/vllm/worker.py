@@ -117,8 +117,7 @@ class PDStoreConnectorWorker:
         """Makes all loads and saves use `pool` from now on; `close` closes the pool.
 
         rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
-        layers: names of the first layers of the pool's layout, in order; see `OpenSaves`.
-        ends_late: True if vLLM ends a step only after it has drafted tokens.
+        layers, ends_late: as `OpenSaves` takes them.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block

@@ -27,9 +27,7 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo in its place
 def open_arena_file(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
     """Opens the arena at a path, or makes it; returns a file descriptor.
 
-    size: bytes for values. None accepts an existing arena of any size; a new arena then has 20 GiB,
-      or half of the free space if that is less.
-    slab_bytes: the largest size of a value. None: 64 MiB, less for arenas below 1 GiB.
+    size, slab_bytes: as `ArenaStore` takes them.
     Raises ConfigError for a size that does not fit, StoreDenied for a file of another user,
     StoreUnavailable if the file system refuses.
     """

@@ -121,9 +121,7 @@ class NativeSwap(Swap):
     ) -> Ticket:
         """Starts a copy; nobody may change the cache's blocks or the payloads before its end.
 
-        stream: handle of a CUDA stream; the copy begins after the work queued on the stream.
-        ready: handle of a CUDA event that the copy waits for; it must live until the copy has
-          ended.
+        stream, ready: as `Engine.submit` takes them.
         Raises SwapError if the stream is being captured into a graph.
         """
         return self.submit(direction, self.pack(direction, copies), stream=stream, ready=ready)
