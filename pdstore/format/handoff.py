@@ -11,7 +11,6 @@ stores beat n under key n modulo RING, and then removes all beats that are older
 # Decision: docs/decisions/011-markers.md
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pdstore.format.block import FLAG_MARKER, Header
-from pdstore.format.keys import HASH_BYTES, BlockKey, Json, Namespace, PromptKeys
+from pdstore.format.keys import HASH_BYTES, HEX_ID, BlockKey, Json, Namespace, PromptKeys
 from pdstore.telemetry.request_record import plain
 
 _NAME = "pdstore"
-_HEX = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _ID = "attempt"  # the name of the hand-off's id in `kv_transfer_params`
 RING = 4
 PERIOD_S = 1.0
@@ -182,7 +180,7 @@ class Handoff:
 
 
 def _is_hex(value: object) -> bool:
-    return isinstance(value, str) and _HEX.fullmatch(value) is not None
+    return isinstance(value, str) and HEX_ID.fullmatch(value) is not None
 
 
 def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:

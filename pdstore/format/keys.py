@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NewType, TypeAlias, Union, cast
 
 FORMAT_VERSION = 2
 HASH_BYTES = 16
-_NAMESPACE = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
+HEX_ID = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
 
@@ -57,7 +57,7 @@ def prefix_of(namespace: str) -> str:
 
     Raises ValueError for anything but 32 lower-case hex digits.
     """
-    if not _NAMESPACE.fullmatch(namespace):
+    if not HEX_ID.fullmatch(namespace):
         raise ValueError(
             f"a namespace is {2 * HASH_BYTES} lower-case hex digits, not {namespace!r}"
         )
