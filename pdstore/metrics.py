@@ -84,11 +84,7 @@ METRICS: dict[str, Metric] = {
         _of_store(
             "info",
             "always 1; the labels describe the instance",
-            version=(),
-            format=(),
-            role=(),
-            namespace=(),
-            store=(),
+            **dict.fromkeys(("version", "format", "role", "namespace", "store"), ()),
         ),
         _counter(
             "tokens",

@@ -80,8 +80,7 @@ class Settings(BaseSettings):
         description="`prefill` saves prompts, `decode` loads them and saves answers; `both`: all.",
     )
     weights: str | None = Field(
-        None,
-        description="Name of the weights' revision. Unset: a digest of the weight files.",
+        None, description="Name of the weights' revision. Unset: a digest of the weight files."
     )
     salt: SecretStr | None = Field(
         None, description="A secret. Instances with other salts do not find this one's blocks."
@@ -118,8 +117,7 @@ class Settings(BaseSettings):
         description="1: refuse to start without the store. 0: start, and use it once it runs.",
     )
     selftest: bool = Field(
-        False,
-        description="1: run the self-test at the start, and refuse to start if it fails.",
+        False, description="1: run the self-test at the start, and refuse to start if it fails."
     )
     staging: ByteSize = Field(
         ByteSize(1 << 30),

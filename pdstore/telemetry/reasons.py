@@ -35,8 +35,7 @@ ADVICE: dict[Reason, Advice] = {
         "the store's host and memory",
     ),
     Reason.FOREIGN: Advice(
-        "an intact value belongs to another key; it was removed",
-        "who else writes to the pool",
+        "an intact value belongs to another key; it was removed", "who else writes to the pool"
     ),
     Reason.OTHER_SEAL: Advice(
         "a value is encrypted with a seal key that this instance lacks; an instance that saves"
@@ -49,16 +48,13 @@ ADVICE: dict[Reason, Advice] = {
         "who else writes to the pool",
     ),
     Reason.NAMESPACE: Advice(
-        "weights, layout, format or salt of P and D differ",
-        "the log, which names each field",
+        "weights, layout, format or salt of P and D differ", "the log, which names each field"
     ),
     Reason.OTHER_POOL: Advice(
-        "P writes to another store than D reads",
-        "`PDSTORE_STORE` of P and D",
+        "P writes to another store than D reads", "`PDSTORE_STORE` of P and D"
     ),
     Reason.HANDOFF_FAILED: Advice(
-        "P said that it could not publish the whole prompt",
-        "P's log, and its drops by reason",
+        "P said that it could not publish the whole prompt", "P's log, and its drops by reason"
     ),
     Reason.HANDOFF_LATE: Advice(
         "P's marker did not come before `PDSTORE_HANDOFF_WAIT_S`",
