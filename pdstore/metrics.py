@@ -125,7 +125,6 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric by its name. `Metrics` has an attribute of that name."""
 
-
 Shown: TypeAlias = Any
 """A Counter, Gauge or Histogram of the client library."""
 

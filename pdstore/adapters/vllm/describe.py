@@ -28,7 +28,6 @@ log = logging.getLogger("vllm.pdstore")
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
-
 Layers = dict[str, LayerSpec]
 """A layout's layers in their order. The keys are the names that vLLM gives them."""
 

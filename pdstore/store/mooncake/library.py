@@ -173,7 +173,6 @@ MISSES = frozenset({-700, -701, -702, HALF_WRITTEN, ABSENT, LEASE_OVER, TRANSFER
 _INSTALL = "pip install 'pdstore[mooncake]', or without a GPU 'pdstore[mooncake-cpu]'"
 _MISSING = f"mooncake:// needs Mooncake's library: {_INSTALL}"
 
-
 Raw: TypeAlias = Any
 """A connection: the library's class MooncakeDistributedStore, which has no type annotations.
 

@@ -36,7 +36,6 @@ _WAIT_S = 30.0
 FOLLOW_NOTHING = 0
 DEFAULT_STREAM = 1  # CUDA's handle of the stream that torch calls 0
 
-
 Packed: TypeAlias = tuple[bytes, bytes]
 """Block copies as items and block ids of the library; their payloads' memory must stay alive."""
 
