@@ -29,7 +29,7 @@ MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
 BUDGET = {
-    "lines": 20_843,
+    "lines": 20_722,
     "files": 110,
     "small modules": 0,
     "statements": 12_700,
