@@ -58,9 +58,14 @@ class _Lane:
         is_near = not self._goes_far or (is_last and left <= 2 * self._share)
         return self._keys[self._at + (0 if is_near else min(self._share, left - 1))]
 
-    def come_near(self) -> None:
-        """Waits for the first missing key, until it is found: P stores slowly, or left a gap."""
+    def comes_near(self) -> bool:
+        """Waits for the first missing key from now on: P stores slowly, or has left a gap.
+
+        Returns False if it has waited for this key already.
+        """
+        before = self.awaited
         self._goes_far = False
+        return self.awaited != before
 
     @property
     def is_complete(self) -> bool:
@@ -151,9 +156,9 @@ class Follow(Waiter):
             return None
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
-        if asked_at - self._moved_at > _QUIET_S:
-            for lane in self._lanes:
-                lane.come_near()
+        is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._stall_s / 2)
+        if is_quiet and any([lane.comes_near() for lane in self._lanes]):
+            return _PAUSE_S  # the next search is for other blocks
         silence = self._silence(stored, asked_at)
         if silence is not None and self._work.is_open:
             self._work.close(silence)

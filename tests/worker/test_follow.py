@@ -131,6 +131,12 @@ def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
     assert wanted_after(last[8]) == [first[11], middle[3], last[9]]
     clock.now += 0.2
     assert wanted_after() == [first[8], middle[0], last[9]], "P is slow"
+    assert wanted_after(first[8]) == [first[11], middle[0], last[9]]
+    clock.now += 10.0
+    assert wanted_after() == [first[9], middle[0], last[9]]
+    assert not waiter.is_over, "the blocks behind may be there"
+    wanted_after()
+    assert waiter.is_over
 
 
 def move(store, source, target, size):

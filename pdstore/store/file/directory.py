@@ -85,13 +85,14 @@ class PoolDirectory:
                     times = status.st_mtime_ns, status.st_atime_ns
                     yield StoredFile(f"{place}/{name}", name, status.st_size, *times)
 
-    def delete_unchanged(self, file: StoredFile) -> bool:
-        """Deletes a value; returns False if it was leased or deleted after the listing."""
+    def delete_unchanged(self, file: StoredFile) -> bool | None:
+        """Deletes a value; returns False if it was leased after the listing, None if it is gone."""
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
-                os.unlink(file.path)
-                return True
-        return False
+            if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
+                return False
+            os.unlink(file.path)
+            return True
+        return None
 
     def repair(self) -> None:
         """Makes the directories that were not made yet, or that somebody has deleted."""

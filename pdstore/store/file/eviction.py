@@ -20,7 +20,7 @@ _PATIENCE_S = 0.5  # a put waits so long for another thread's or process's evict
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
-_SCAN_AFTER = 4  # steps without a scan, while there are enough values that may be evicted next
+_STEPS_PER_SCAN = 4
 _FEWEST_KNOWN = 1024
 _SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
 _S = 1_000_000_000
@@ -34,9 +34,10 @@ class Evictor:
     then values that are neither leased nor fresh, the oldest modification time first, until no more
     than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %.
 
-    A scan of many files keeps Python's lock from an engine. So three of four times a process
-    deletes the next values of its last scan instead: as many bytes as it has put since then.
-    While a large pool is within its budget, a thread scans it and the puts go on.
+    A scan of many files keeps Python's lock from an engine. So while the pool is full, a process
+    scans only after every fourth step. After the others it deletes the next values of its last
+    scan, as many bytes as it has put since then. It scans after all if others have deleted more
+    of these values. While a large pool is within its budget, a thread scans and the puts go on.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Evictor:
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
-        self._put_since_scan = self.budget  # so the first put scans the directory
-        self._look_after = 0  # a look is due when more bytes than these are put since the scan
+        self._until_look = self._until_scan = -1  # bytes to put; the first put scans the directory
+        self._has_looked = False
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
         self._is_closed = False
@@ -87,7 +88,8 @@ class Evictor:
         with self._lock:
             self._used += num_bytes
             self._pending += num_bytes
-            self._put_since_scan += num_bytes
+            self._until_look -= num_bytes
+            self._until_scan -= num_bytes
 
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
@@ -107,7 +109,8 @@ class Evictor:
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
                     self._oldest = self._oldest[n:]
                     return max(0, time.time_ns() - file.atime_ns) / _S
-        self._put_since_scan = self.budget
+        self._oldest = []
+        self._until_look = self._until_scan = -1
         return None
 
     def make_room(self, num_bytes: int) -> None:
@@ -134,7 +137,7 @@ class Evictor:
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
         files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
         for file in files[:_SACRIFICED]:
-            self._delete(file)
+            self._directory.delete_unchanged(file)
 
     def close(self) -> None:
         """Stops the thread that scans, if there is one. May be called twice."""
@@ -146,8 +149,9 @@ class Evictor:
     def look_again(self) -> None:
         """Notes that calls have deleted values: the next put scans before it is refused."""
         self._full_until = 0.0
+        self._until_scan = -1
         if self._used + self._step > self.budget:
-            self._put_since_scan = self.budget
+            self._until_look = -1
 
     def _excess(self) -> int:
         """Returns how many bytes the pool exceeds its budget by; scans first if a scan is due.
@@ -156,8 +160,8 @@ class Evictor:
         """
         with self._lock:
             is_over = self._used > self.budget
-            due = is_over or self._put_since_scan > self._look_after
-            if due and not is_over and self._look_after and self._step >= _LARGE_STEP:
+            due = is_over or self._until_look < 0
+            if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
                 self._look_beside()
                 return 0
             patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
@@ -166,7 +170,7 @@ class Evictor:
 
     def _look_beside(self) -> None:
         """Has the thread look once. The next look is due after another step. Needs `_lock`."""
-        self._look_after = self._put_since_scan + self._step
+        self._until_look = self._step
         if self._thread is not None:
             self._thread.wake()
         elif not self._is_closed:
@@ -196,18 +200,20 @@ class Evictor:
         try:
             if to_free or spared or not self._deleted_known():
                 freed = self._look_and_delete(to_free, spared)
-                if self._used > self.budget or freed < to_free:
+                if self._used > self.budget or (freed < to_free and not spared):
                     now = self._clock()  # else every put to a full pool would scan
                     self._full_until = now + 10 * (now - start)
         finally:
             unlock(lock)
-        self._look_after = self._put_since_scan + self._step
+        self._until_look = self._step
+        self._has_looked = True
         return True
 
     def _deleted_known(self) -> bool:
-        """Deletes the next values of the last scan, if enough are left and it is not long ago."""
-        excess = self._used - self._pending - min(self._goal, self.budget - self._pending)
-        if excess <= 0 or self._put_since_scan > _SCAN_AFTER * self._step:
+        """Deletes the next values of the last scan; returns False if a scan is needed."""
+        with self._lock:
+            excess = self._used - self._pending - min(self._goal, self.budget - self._pending)
+        if excess <= 0 or self._until_scan < 0:
             return False
         freed = self._delete_until(excess, self._oldest)
         with self._lock:
@@ -215,11 +221,19 @@ class Evictor:
         return freed >= excess
 
     def _delete_until(self, num_bytes: int, candidates: list[StoredFile]) -> int:
-        """Deletes values until so many bytes are freed; keeps those that may be evicted next."""
-        freed = num_seen = 0
-        while freed < num_bytes and num_seen < len(candidates):
-            freed += self._delete(candidates[num_seen])
+        """Deletes values until so many bytes are freed, or others have freed more.
+
+        Keeps the values that may be evicted next. Returns how many bytes it has freed.
+        """
+        freed = gone = num_seen = 0
+        while freed < num_bytes and gone <= num_bytes and num_seen < len(candidates):
+            file = candidates[num_seen]
             num_seen += 1
+            is_deleted = self._directory.delete_unchanged(file)
+            if is_deleted:
+                freed += _on_disk(file.size)
+            elif is_deleted is None:
+                gone += _on_disk(file.size)
         self._oldest = candidates[num_seen:]
         return freed
 
@@ -232,7 +246,7 @@ class Evictor:
         for file in self._directory.files():
             kind = kind_of(BlockKey(file.name))
             if kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns:
-                freed += self._delete(file)
+                freed += _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
                 continue
             used += _on_disk(file.size)
             is_spared = kind is Kind.HANDOFF or file.name in spared
@@ -247,15 +261,12 @@ class Evictor:
             goal = min(goal, used - max(to_free - freed, used // 10))
         candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, f.mtime_ns))
         num_deleted = self._delete_until(used - goal, candidates)
-        del self._oldest[max(_FEWEST_KNOWN, len(candidates) // 4) :]
+        del self._oldest[0 if spared else max(_FEWEST_KNOWN, len(candidates) // 4) :]
         with self._lock:
             self._used = used - num_deleted + self._pending
-            self._put_since_scan = self.budget if spared else 0  # `candidates` may be leased
+            is_full = num_deleted > 0 and not spared
+            self._until_scan = _STEPS_PER_SCAN * self._step if is_full else -1
         return freed + num_deleted
-
-    def _delete(self, file: StoredFile) -> int:
-        """Deletes a value not leased since the scan; returns how many bytes this freed."""
-        return _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
 
 
 def default_budget(directory: PoolDirectory) -> int:

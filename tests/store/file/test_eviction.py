@@ -54,12 +54,41 @@ def test_a_full_pool_is_seldom_scanned(store, monkeypatch):
     assert stored(store, used + young) == used + young
 
 
+def num_values(store):
+    return sum(1 for _ in store.stored_values())
+
+
 def test_processes_that_fill_a_pool_together_keep_its_budget(store):
     with contextlib.closing(FileStore(root_of(store), budget=20 * SIZE)) as other:
         for _ in range(20):
             fill(store, 1, age_s=100)
             fill(other, 2, age_s=100)
-            assert len(list(PoolDirectory(root_of(store)).files())) <= 21
+            assert num_values(store) <= 21
+
+
+def test_values_that_several_processes_put_at_once_empty_no_pool(store):
+    """Each counts them, so each would make room for them."""
+    with contextlib.ExitStack() as closing:
+        others = [FileStore(root_of(store), budget=20 * SIZE) for _ in range(4)]
+        for other in others:
+            closing.callback(other.close)
+        for _ in range(30):
+            keys = fill(store, 1, age_s=100)
+            for other in others:
+                os.unlink(path_of(store, keys[0]))
+                put(other, keys, [content(keys[0], SIZE)])
+                age(store, keys[0], 100)
+        assert num_values(store) >= 14
+
+
+def test_after_a_clear_nothing_goes_from_a_pool_with_room(store):
+    with contextlib.closing(FileStore(root_of(store), budget=20 * SIZE)) as other:
+        cleared, kept = fill(store, 10, age_s=300), fill(store, 9, age_s=200)
+        fill(store, 3, age_s=100)
+        for key in cleared:
+            other.remove([key])
+        fill(store, 3)
+        assert stored(store, kept) == kept
 
 
 def test_a_chain_goes_from_its_end(store):
