@@ -128,7 +128,10 @@ class Settings(BaseSettings):
         description="Block copies by the native library: `auto` if there is one, `off`, `require`.",
     )
     workers: int | None = Field(
-        None, ge=2, le=64, description="Threads that move blocks. Unset: 4 (`shm://`, files) to 16."
+        None,
+        ge=2,
+        le=64,
+        description="Threads that move blocks. Unset: 4 over `shm://` and files, else 4 to 16.",
     )
     handoff_wait_s: Seconds = Field(
         10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."

@@ -21,7 +21,7 @@ _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, 
 _RETRY_S = 1.0
 _JOIN_S = 1.0
 _STEPS_PER_SCAN = 4
-_FEWEST_KNOWN = 1024
+_FEWEST_KNOWN = 1024  # values of the last scan that are remembered; a quarter if that is more
 _SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
 _S = 1_000_000_000
 
@@ -57,7 +57,7 @@ class Evictor:
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
-        self._until_look = self._until_scan = -1  # bytes to put; the first put scans the directory
+        self._until_look = self._until_scan = -1  # bytes to put before it; -1: at the next put
         self._has_looked = False
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
