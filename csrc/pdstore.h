@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 23 };
+enum { PDS_ABI = 24 };
 
 enum {
   PDS_OK = 0,
@@ -150,6 +150,13 @@ int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *
 
 // Says for each path whether a file is there; links are followed.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
+// Gives three numbers for each file: its bytes, or -1 if it is missing or a directory, and its
+// modification and access times (ns). Follows no link.
+int32_t pds_stat_files(const char *paths, int64_t num_files, int64_t *facts);
+// Deletes the files that still have these modification times (ns). Gives an errno, or 0, for each;
+// EBUSY: it has another time. Follows no link.
+int32_t pds_delete_files(const char *paths, int64_t num_files, const int64_t *changed_ns,
+                         int32_t *why);
 // Sets files' access and modification times (ns) in turn, until one fails; follows no link. Each
 // modification time is 1 ns before that of the file before it, so the last file is the oldest.
 int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, int64_t until_ns,

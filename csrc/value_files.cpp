@@ -1,5 +1,5 @@
-// Writes, reads, verifies, finds and leases values that are files, many in one call; and sums
-// values in memory.
+// Writes, reads, verifies, finds, leases and deletes values that are files, many in one call; and
+// sums values in memory.
 //
 // Decision: each piece is summed right before it is written, or right after it was read, while the
 // core's own cache has it. A sum of the whole value would read memory once more, which limits loads
@@ -140,10 +140,13 @@ bool are_values(const uint64_t *addresses, const int64_t *sizes, int64_t count) 
   return count >= 0;
 }
 
+constexpr int64_t kNs = 1000000000;  // of a second
+
 timespec time_of(int64_t ns) {
-  constexpr int64_t kNs = 1000000000;
   return {static_cast<time_t>(ns / kNs), static_cast<long>(ns % kNs)};
 }
+
+int64_t ns_of(const timespec &time) { return time.tv_sec * kNs + time.tv_nsec; }
 
 }  // namespace
 
@@ -206,6 +209,31 @@ extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, c
 extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there) {
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1)
     is_there[i] = access(paths, F_OK) == 0;
+  return PDS_OK;
+}
+
+extern "C" int32_t pds_stat_files(const char *paths, int64_t num_files, int64_t *facts) {
+  for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1, facts += 3) {
+    struct stat status;
+    const bool is_there = lstat(paths, &status) == 0 && !S_ISDIR(status.st_mode);
+    facts[0] = is_there ? status.st_size : -1;
+    facts[1] = is_there ? ns_of(status.st_mtim) : 0;
+    facts[2] = is_there ? ns_of(status.st_atim) : 0;
+  }
+  return PDS_OK;
+}
+
+extern "C" int32_t pds_delete_files(const char *paths, int64_t num_files, const int64_t *changed_ns,
+                                    int32_t *why) {
+  for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {
+    struct stat status;
+    const bool is_there = lstat(paths, &status) == 0;
+    if (is_there && ns_of(status.st_mtim) != changed_ns[i]) {
+      why[i] = EBUSY;
+    } else {
+      why[i] = is_there && unlink(paths) == 0 ? 0 : errno;
+    }
+  }
   return PDS_OK;
 }
 

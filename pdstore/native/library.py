@@ -7,7 +7,8 @@ import ctypes
 import enum
 import logging
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_char, c_char_p, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 23
+ABI = 24
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -109,6 +110,8 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_sum_values": [_P, _P, c_int64, _P],
     "pds_write_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int64, _P, _P],
     "pds_find_files": [c_char_p, c_int64, _P],
+    "pds_stat_files": [c_char_p, c_int64, _P],
+    "pds_delete_files": [c_char_p, c_int64, _P, _P],
     "pds_lease_files": [c_char_p, c_int64, c_int64, c_int64, _P, _P],
     "pds_arena_format": [c_int32, c_int64, c_int64, c_uint64],
     "pds_arena_open": [c_int32, _P, _P, _P],
@@ -208,6 +211,25 @@ class Library:
         found = (c_uint8 * len(paths))()
         self.calls.pds_find_files(joined(paths), len(paths), found)
         return list(map(bool, bytes(found)))
+
+    def stat_files(self, paths: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+        """Returns the bytes, and the modification and access times in ns, of each file.
+
+        The bytes are -1 for a directory and for a missing file. Follows no link.
+        """
+        facts = (c_int64 * (3 * len(paths)))()
+        self.calls.pds_stat_files(joined(paths), len(paths), facts)
+        return struct.iter_unpack("3q", facts)
+
+    def delete_files(self, paths: Sequence[str], changed_ns: Sequence[int]) -> list[int]:
+        """Deletes the files that have these modification times; returns an errno, or 0, for each.
+
+        EBUSY stands for a file with another time. Follows no link.
+        """
+        why = (c_int32 * len(paths))()
+        times = (c_int64 * len(paths))(*changed_ns)
+        self.calls.pds_delete_files(joined(paths), len(paths), times, why)
+        return list(why)
 
     def lease_files(self, paths: Sequence[str], used_ns: int, until_ns: int) -> tuple[int, int]:
         """Sets the access and modification times of files, one after the other, until one fails.

@@ -70,6 +70,11 @@ class Work:
         return 0
 
     @property
+    def is_computed(self) -> bool:
+        """False if the next share must wait for the model."""
+        return True
+
+    @property
     def is_at_end(self) -> bool:
         """True if all shares are begun and no more will become ready."""
         return True
@@ -185,6 +190,12 @@ class Job:
         """The number of workers that a job can use: one for each ready share, or one at the end."""
         with self._lock:
             return self._num_ready()
+
+    @property
+    def is_computed(self) -> bool:
+        """False if the next share must wait for the model."""
+        with self._lock:
+            return self._work is None or self._work.is_computed
 
     def start_clock(self) -> None:
         """Starts the time limit, after the job has waited for earlier jobs."""

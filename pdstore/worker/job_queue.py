@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from prometheus_client import Gauge
 
@@ -273,15 +274,27 @@ class JobQueue:
         )
 
     def _first(self, direction: Direction) -> Job | None:
-        """Returns the first job of a direction that can use one more worker."""
+        """Returns the first job of a direction that can use one more worker.
+
+        A share that the model has not computed keeps its worker waiting. So it comes after the
+        computed shares of equally urgent jobs, and then the job that was offered first comes first.
+        """
         ready = self._ready[direction]
-        while ready:
-            job = ready[0][-1]
-            if job.num_ready:
-                return job
-            heappop(ready)
-            self._offered.discard(job)
-        return None
+        uncomputed: list[_Entry] = []
+        try:
+            while ready and (not uncomputed or ready[0][0] is uncomputed[0][0]):
+                job = ready[0][-1]
+                if not job.num_ready:
+                    heappop(ready)
+                    self._offered.discard(job)
+                elif job.is_computed:
+                    return job
+                else:
+                    uncomputed.append(heappop(ready))
+        finally:
+            for entry in uncomputed:
+                heappush(ready, entry)
+        return min(uncomputed, key=itemgetter(2))[-1] if uncomputed else None
 
     def _goes_on(self, job: Job) -> bool:
         """True if the worker that has just done a share of a job should do the job's next share."""

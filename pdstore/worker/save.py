@@ -15,7 +15,7 @@ from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
-from pdstore.threads import Deadline
+from pdstore.threads import Deadline, call_or
 from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
 from pdstore.worker.movers import Mover
 from pdstore.worker.store_ends import Move
@@ -68,6 +68,11 @@ class SaveWork(Work):
     @property
     def num_ready(self) -> int:
         return -(-len(self._waiting) // self.mover.way.split.at_once)
+
+    @property
+    def is_computed(self) -> bool:
+        ready = self._waiting[0].ready if self._waiting else None
+        return ready is None or call_or(ready.query, True)  # a share will meet its error as well
 
     @property
     def is_at_end(self) -> bool:

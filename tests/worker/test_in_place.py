@@ -248,6 +248,9 @@ def test_a_cancelled_save_gives_its_places_back(instance, arena):
             self.reached.set()
             assert self.fired.wait(10)
 
+        def query(self):
+            return self.fired.is_set()
+
     p, event = instance(), Event()
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS, ready=event)
     assert event.reached.wait(10)

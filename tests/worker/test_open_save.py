@@ -32,6 +32,22 @@ class Fired:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
+
+class Held:
+    """An event that has fired; the copies of its first waiter wait for a test."""
+
+    def __init__(self, gate):
+        self._gate = gate
+
+    def synchronize(self):
+        assert self._gate.wait(10)
+
+    def query(self):
+        return True
+
 
 def num_stored(p, store, keys, layer_range) -> int:
     parts = p.layout.parts_of[layer_range]
@@ -76,6 +92,9 @@ def test_a_range_waits_for_its_own_event(p, d):
         def synchronize(self):
             assert self.fired.wait(10)
 
+        def query(self):
+            return self.fired.is_set()
+
     events = [Event() for _ in range(3)]
     save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
     for n, event in enumerate(events):
@@ -86,6 +105,35 @@ def test_a_range_waits_for_its_own_event(p, d):
     assert save.job.wait(10).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)
+
+
+def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(instance):
+    """A large prompt's layers come before those of small prompts that the model computes later."""
+    p, order = instance(layers=LAYERS, layer_ranges=3, workers=2), []
+
+    class Event:
+        def __init__(self, name, *, has_fired=False):
+            self.name, self.has_fired = name, has_fired
+
+        def synchronize(self):
+            order.append(self.name)
+            self.has_fired = True
+
+        def query(self):
+            return self.has_fired
+
+    gate = threading.Event()
+    busy = p.pool.begin_save(p.cache.keys(range(9)), P_BLOCKS)
+    busy.layers_done(6, Held(gate))
+    jobs = []
+    for name, tokens, has_fired in (("large", 200, False), ("small", 20, False), ("late", 150, True)):
+        save = p.pool.begin_save(p.cache.keys(range(1000, 1000 + tokens)), P_BLOCKS)
+        save.layers_done(6, Event(name, has_fired=has_fired))
+        jobs.append(save.job)
+    gate.set()
+    for job in (busy.job, *jobs):
+        assert job.wait(10).reason is None
+    assert list(dict.fromkeys(order)) == ["late", "large", "small"]
 
 
 @pytest.mark.parametrize(("queued", "goes_on"), [((2, 4), False), ((2, 4, 6), True)])

@@ -31,6 +31,9 @@ class DeviceEvent:
     def synchronize(self) -> None:
         raise AssertionError("waited for on the host")
 
+    def query(self) -> bool:
+        return False
+
 
 class FollowingSwap(TorchSwap):
     """Says that its copies wait for `DeviceEvent` events, and keeps what they were told."""

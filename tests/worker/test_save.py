@@ -180,6 +180,8 @@ class NotReady:
     def synchronize(self):
         raise RuntimeError("the event is of another device")
 
+    query = synchronize
+
 
 @pytest.mark.parametrize("why", ["fault", "queue_full", "deadline", "cancelled", "no_marker"])
 def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why):

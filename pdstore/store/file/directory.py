@@ -15,16 +15,17 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pdstore.errors import ConfigError, StoreDenied
 from pdstore.format.keys import BlockKey
+from pdstore.native.library import Library
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
-_ABANDONED_S = 600.0  # an unfinished value that is older has no writer any more
+_ABANDONED_NS = 600 * 10**9  # an unfinished value that is older has no writer any more
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _NOT_OURS = frozenset({"lost+found"})  # a new file system may contain it
 
@@ -47,10 +48,14 @@ class PoolDirectory:
 
     It never lists or deletes anything behind a symbolic link. Raises ConfigError for a path that
     cannot be a pool, StoreDenied for a directory of another user.
+
+    built: returns the native library, or None. It lists and deletes many files in one call, because
+      a thread that waits for Python's lock once a file slows an engine's thread down.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, built: Callable[[], Library | None] = lambda: None) -> None:
         self.root = root
+        self._built = built
         self._places = [f"{root}/{n:02x}" for n in range(FAN_OUT)]
         self._tmp = root / "tmp"
         self._writer = f"{self._tmp}/{os.getpid()}-{secrets.token_hex(8)}"
@@ -73,26 +78,29 @@ class PoolDirectory:
     def delete_all(self, prefix: str) -> None:
         """Deletes all values whose keys begin with `prefix`."""
         for place in self._places:
-            for name, _ in _entries(place):
+            for name in _names(place):
                 if name.startswith(prefix):
                     _delete(f"{place}/{name}")
 
     def files(self) -> Iterator[StoredFile]:
         """Yields all values, in no order; a value deleted before the end may be left out."""
         for place in self._places:
-            for name, status in _entries(place):
-                if not stat.S_ISDIR(status.st_mode):
-                    times = status.st_mtime_ns, status.st_atime_ns
-                    yield StoredFile(f"{place}/{name}", name, status.st_size, *times)
+            yield from self._listed(place)
 
-    def delete_unchanged(self, file: StoredFile) -> bool | None:
-        """Deletes a value; returns False if it was leased after the listing, None if it is gone."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
-                return False
-            os.unlink(file.path)
-            return True
-        return None
+    def delete_unchanged(self, files: Sequence[StoredFile]) -> list[int]:
+        """Deletes values. Returns 0 for each, ENOENT if it is gone, EBUSY if it was leased since.
+
+        Raises OSError if a value cannot be deleted, after the others.
+        """
+        library = self._built()
+        if library is not None:
+            ends = library.delete_files([f.path for f in files], [f.mtime_ns for f in files])
+        else:
+            ends = [_delete_unchanged(file) for file in files]
+        for file, why in zip(files, ends, strict=True):
+            if why not in (0, errno.ENOENT, errno.EBUSY):
+                raise OSError(why, os.strerror(why), file.path)
+        return ends
 
     def repair(self) -> None:
         """Makes the directories that were not made yet, or that somebody has deleted."""
@@ -119,10 +127,19 @@ class PoolDirectory:
         deleted, it writes the value again.
         """
         with contextlib.suppress(FileNotFoundError):
-            oldest = os.lstat(self._tmp).st_mtime - _ABANDONED_S
-            for name, status in _entries(self._tmp):
-                if status.st_mtime < oldest:
-                    _delete(f"{self._tmp}/{name}")
+            oldest = os.lstat(self._tmp).st_mtime_ns - _ABANDONED_NS
+            for file in self._listed(str(self._tmp)):
+                if file.mtime_ns < oldest:
+                    _delete(file.path)
+
+    def _listed(self, folder: str) -> Iterator[StoredFile]:
+        names = _names(folder)
+        paths = [f"{folder}/{name}" for name in names]
+        library = self._built()
+        facts = map(_facts_of, paths) if library is None else library.stat_files(paths)
+        for path, name, (size, mtime_ns, atime_ns) in zip(paths, names, facts, strict=True):
+            if size >= 0:
+                yield StoredFile(path, name, size, mtime_ns, atime_ns)
 
     def _check_root(self) -> None:
         root = self.root
@@ -158,19 +175,35 @@ def _delete(path: str) -> None:
                 os.rmdir(path)
 
 
-def _entries(path: str | Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields the entries of a directory; nothing if the path is a link, a file or missing."""
+def _delete_unchanged(file: StoredFile) -> int:
+    try:
+        if os.lstat(file.path).st_mtime_ns != file.mtime_ns:
+            return errno.EBUSY
+        os.unlink(file.path)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def _facts_of(path: str) -> tuple[int, int, int]:
+    """Returns what `Library.stat_files` returns for a file."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_size, status.st_mtime_ns, status.st_atime_ns
+    return -1, 0, 0
+
+
+def _names(path: str) -> list[str]:
+    """Returns the names in a directory; none if the path is a link, a file or missing."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno in _NO_FOLDER:
-            return
+            return []
         raise
     try:
-        with os.scandir(folder) as entries:
-            for entry in list(entries):
-                with contextlib.suppress(FileNotFoundError):
-                    yield entry.name, entry.stat(follow_symlinks=False)
+        return os.listdir(folder)
     finally:
         os.close(folder)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
@@ -20,8 +22,7 @@ _PATIENCE_S = 0.5  # a put waits so long for another thread's or process's evict
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
-_STEPS_PER_SCAN = 4
-_FEWEST_KNOWN = 1024  # values of the last scan that are remembered; a quarter if that is more
+_MOST_OLDEST = 1024
 _SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
 _S = 1_000_000_000
 
@@ -34,10 +35,7 @@ class Evictor:
     then values that are neither leased nor fresh, the oldest modification time first, until no more
     than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %.
 
-    A scan of many files keeps Python's lock from an engine. So while the pool is full, a process
-    scans only after every fourth step. After the others it deletes the next values of its last
-    scan, as many bytes as it has put since then. It scans after all if others have deleted more
-    of these values. While a large pool is within its budget, a thread scans and the puts go on.
+    While a large pool is within its budget, a thread scans it and the puts go on.
     """
 
     def __init__(
@@ -57,10 +55,10 @@ class Evictor:
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
-        self._until_look = self._until_scan = -1  # bytes to put before it; -1: at the next put
-        self._has_looked = False
+        self._put_since_scan = self.budget  # so the first put scans the directory
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
+        self._has_looked = False
         self._is_closed = False
         self._thread: Ticker | None = None
 
@@ -88,8 +86,7 @@ class Evictor:
         with self._lock:
             self._used += num_bytes
             self._pending += num_bytes
-            self._until_look -= num_bytes
-            self._until_scan -= num_bytes
+            self._put_since_scan += num_bytes
 
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
@@ -109,8 +106,7 @@ class Evictor:
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
                     self._oldest = self._oldest[n:]
                     return max(0, time.time_ns() - file.atime_ns) / _S
-        self._oldest = []
-        self._until_look = self._until_scan = -1
+        self._put_since_scan = self.budget
         return None
 
     def make_room(self, num_bytes: int) -> None:
@@ -136,8 +132,7 @@ class Evictor:
         kinds = (Kind.BLOCK, Kind.TAIL)
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
         files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
-        for file in files[:_SACRIFICED]:
-            self._directory.delete_unchanged(file)
+        self._directory.delete_unchanged(files[:_SACRIFICED])
 
     def close(self) -> None:
         """Stops the thread that scans, if there is one. May be called twice."""
@@ -149,9 +144,8 @@ class Evictor:
     def look_again(self) -> None:
         """Notes that calls have deleted values: the next put scans before it is refused."""
         self._full_until = 0.0
-        self._until_scan = -1
         if self._used + self._step > self.budget:
-            self._until_look = -1
+            self._put_since_scan = self.budget
 
     def _excess(self) -> int:
         """Returns how many bytes the pool exceeds its budget by; scans first if a scan is due.
@@ -160,7 +154,7 @@ class Evictor:
         """
         with self._lock:
             is_over = self._used > self.budget
-            due = is_over or self._until_look < 0
+            due = is_over or self._put_since_scan > self._step
             if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
                 self._look_beside()
                 return 0
@@ -169,8 +163,8 @@ class Evictor:
         return self._used - self.budget - (self._step if others_evict else 0)
 
     def _look_beside(self) -> None:
-        """Has the thread look once. The next look is due after another step. Needs `_lock`."""
-        self._until_look = self._step
+        """Has the thread scan once. The next scan is due after another step. Needs `_lock`."""
+        self._put_since_scan = 0
         if self._thread is not None:
             self._thread.wake()
         elif not self._is_closed:
@@ -198,60 +192,34 @@ class Evictor:
             time.sleep(0.002)
         start = self._clock()
         try:
-            if to_free or spared or not self._deleted_known():
-                freed = self._look_and_delete(to_free, spared)
-                if self._used > self.budget or (freed < to_free and not spared):
-                    now = self._clock()  # else every put to a full pool would scan
-                    self._full_until = now + 10 * (now - start)
+            used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
-        self._until_look = self._step
-        self._has_looked = True
+        with self._lock:
+            self._used = used + self._pending
+            self._put_since_scan = 0
+            self._has_looked = True
+        if self._used > self.budget or freed < to_free:
+            now = self._clock()
+            self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
 
-    def _deleted_known(self) -> bool:
-        """Deletes the next values of the last scan; returns False if a scan is needed."""
-        with self._lock:
-            excess = self._used - self._pending - min(self._goal, self.budget - self._pending)
-        if excess <= 0 or self._until_scan < 0:
-            return False
-        freed = self._delete_until(excess, self._oldest)
-        with self._lock:
-            self._used -= freed
-        return freed >= excess
-
-    def _delete_until(self, num_bytes: int, candidates: list[StoredFile]) -> int:
-        """Deletes values until so many bytes are freed, or others have freed more.
-
-        Keeps the values that may be evicted next. Returns how many bytes it has freed.
-        """
-        freed = gone = num_seen = 0
-        while freed < num_bytes and gone <= num_bytes and num_seen < len(candidates):
-            file = candidates[num_seen]
-            num_seen += 1
-            is_deleted = self._directory.delete_unchanged(file)
-            if is_deleted:
-                freed += _on_disk(file.size)
-            elif is_deleted is None:
-                gone += _on_disk(file.size)
-        self._oldest = candidates[num_seen:]
-        return freed
-
-    def _look_and_delete(self, to_free: int, spared: Collection[str]) -> int:
-        """Scans and deletes; notes how many bytes are left. Returns how many were deleted."""
+    def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
+        """Scans and deletes; returns how many bytes are left, and how many were deleted."""
         now = time.time_ns()
         self._directory.sweep()
-        used = freed = 0
-        candidates = []
+        used = 0
+        expired, candidates = [], []
         for file in self._directory.files():
             kind = kind_of(BlockKey(file.name))
             if kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns:
-                freed += _on_disk(file.size) if self._directory.delete_unchanged(file) else 0
+                expired.append(file)
                 continue
             used += _on_disk(file.size)
             is_spared = kind is Kind.HANDOFF or file.name in spared
             if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
                 candidates.append(file)
+        freed = self._delete(expired)
         goal = min(self._goal, self.budget - self._pending)
         if spared:
             goal = self.attainable - self._pending - to_free
@@ -260,13 +228,18 @@ class Evictor:
         elif freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
         candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, f.mtime_ns))
-        num_deleted = self._delete_until(used - goal, candidates)
-        del self._oldest[0 if spared else max(_FEWEST_KNOWN, len(candidates) // 4) :]
-        with self._lock:
-            self._used = used - num_deleted + self._pending
-            is_full = num_deleted > 0 and not spared
-            self._until_scan = _STEPS_PER_SCAN * self._step if is_full else -1
-        return freed + num_deleted
+        start = 0
+        while used > goal and start < len(candidates):
+            stop = start + _num_of_bytes(candidates[start:], used - goal)
+            num_bytes = self._delete(candidates[start:stop])
+            used, freed, start = used - num_bytes, freed + num_bytes, stop
+        self._oldest = candidates[start : start + _MOST_OLDEST]
+        return used, freed
+
+    def _delete(self, files: Sequence[StoredFile]) -> int:
+        """Deletes values that were not leased since the scan; returns how many bytes this freed."""
+        ends = self._directory.delete_unchanged(files)
+        return sum(_on_disk(f.size) for f, why in zip(files, ends, strict=True) if why == 0)
 
 
 def default_budget(directory: PoolDirectory) -> int:
@@ -288,6 +261,12 @@ def _is_kept(file: StoredFile, now: int) -> bool:
     False for a modification time later than any lease ends: it was set before a clock was set back.
     """
     return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
+
+
+def _num_of_bytes(files: Sequence[StoredFile], num_bytes: int) -> int:
+    """Returns how many leading files have so many bytes together; all if they have fewer."""
+    sums = list(itertools.accumulate(_on_disk(file.size) for file in files))
+    return min(len(files), bisect_left(sums, num_bytes) + 1)
 
 
 def _on_disk(num_bytes: int) -> int:

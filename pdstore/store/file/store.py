@@ -83,7 +83,7 @@ class FileStore(Store):
         self._built = built
         self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
-            self._directory = PoolDirectory(root)
+            self._directory = PoolDirectory(root, built)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, handoff_ttl_s, clock)

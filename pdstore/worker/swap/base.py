@@ -69,12 +69,18 @@ class ReadyEvent(Protocol):
     def synchronize(self) -> None:
         """Blocks until the event fires."""
 
+    def query(self) -> bool:
+        """Returns True if the event has fired."""
+
 
 class _Fired:
     """An event that has fired already."""
 
     def synchronize(self) -> None:
         """Returns at once."""
+
+    def query(self) -> bool:
+        return True
 
 
 AT_ONCE: ReadyEvent = _Fired()

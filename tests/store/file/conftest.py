@@ -20,10 +20,17 @@ def clock():
 
 
 @pytest.fixture
-def store(tmp_path, clock):
+def built():
+    """Returns the library for the store's files: none, so Python does all."""
+    return lambda: None
+
+
+@pytest.fixture
+def store(tmp_path, clock, built):
     """Room for 20 values of 64 KiB."""
-    with contextlib.closing(FileStore(tmp_path / "pool", budget=20 * SIZE, clock=clock)) as store:
-        yield store
+    pool = FileStore(tmp_path / "pool", budget=20 * SIZE, built=built, clock=clock)
+    with contextlib.closing(pool):
+        yield pool
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ from tests.support.file_pool import SIZE, age, fill, path_of, root_of, stored
 from tests.support.kv import eventually
 
 
+@pytest.fixture(params=["python", "native"])
+def built(request, library):
+    return {"python": lambda: None, "native": lambda: library}[request.param]
+
+
 def test_the_least_recently_used_values_go_first(store):
     old, middle = fill(store, 4, age_s=300), fill(store, 4, age_s=200)
     young = fill(store, 4, age_s=100)
@@ -38,20 +43,6 @@ def test_a_match_counts_as_use_and_leases(store):
     assert stored(store, keys)[:4] == keys[:4]
     assert len(stored(store, keys)) < 16
     assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
-
-
-def test_a_full_pool_is_seldom_scanned(store, monkeypatch):
-    """A scan of many files takes Python's lock from an engine; one serves four steps."""
-    old, used = fill(store, 14, age_s=300), fill(store, 4, age_s=200)
-    fill(store, 1)
-    scans, young, files = [], [], PoolDirectory.files
-    monkeypatch.setattr(PoolDirectory, "files", lambda own: scans.append(own) or files(own))
-    for _ in range(12):
-        store.match(used)
-        young = fill(store, 1, age_s=100)
-    assert len(scans) <= 3
-    assert len(stored(store, old)) < 4
-    assert stored(store, used + young) == used + young
 
 
 def num_values(store):
