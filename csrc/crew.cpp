@@ -1,6 +1,7 @@
 #include "crew.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <system_error>
@@ -9,9 +10,15 @@ namespace pds {
 
 constexpr int32_t kMostThreads = 15;
 
+// Returns how many processors this process may use; the machine may have more.
+static int32_t num_processors() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int32_t>(std::thread::hardware_concurrency());
+}
+
 Crew::Crew(int32_t num_threads) : num_threads_(num_threads) {
-  const auto processors = static_cast<int32_t>(std::thread::hardware_concurrency());
-  if (num_threads == 0) num_threads_ = std::clamp(processors / 2, 1, kMostThreads);
+  if (num_threads == 0) num_threads_ = std::clamp(num_processors() / 2, 1, kMostThreads);
 }
 
 Crew::~Crew() {

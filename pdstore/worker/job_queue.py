@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
-from operator import itemgetter
 
 from prometheus_client import Gauge
 
@@ -277,7 +276,7 @@ class JobQueue:
         """Returns the first job of a direction that can use one more worker.
 
         A share that the model has not computed keeps its worker waiting. So it comes after the
-        computed shares of equally urgent jobs, and then the job that was offered first comes first.
+        computed shares of equally urgent jobs, and then the job that was made first comes first.
         """
         ready = self._ready[direction]
         uncomputed: list[_Entry] = []
@@ -294,7 +293,7 @@ class JobQueue:
         finally:
             for entry in uncomputed:
                 heappush(ready, entry)
-        return min(uncomputed, key=itemgetter(2))[-1] if uncomputed else None
+        return min((entry[-1] for entry in uncomputed), key=lambda job: job.began, default=None)
 
     def _goes_on(self, job: Job) -> bool:
         """True if the worker that has just done a share of a job should do the job's next share."""
