@@ -152,9 +152,6 @@ class LookupQueue:
         self._lookups.append(lookup)
         self._thread.wake()
 
-    def __len__(self) -> int:
-        return len(self._lookups)
-
     @property
     def is_stuck(self) -> bool:
         """True while a store call takes too long, so that a new lookup would get no answer."""

@@ -207,11 +207,6 @@ class PrefixCacheManager:
         """A sentence about the store's present trouble; None if there is none."""
         return problem_of(self._store)
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of lookups that wait for the store or for markers."""
-        return len(self._queue) + len(self._watch)
-
     def clear(self) -> bool:
         """Forgets all values of this namespace, also those of other instances.
 
