@@ -62,7 +62,7 @@ class PrefixCacheManager:
         self._settings = settings
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
-        self.metrics.describe(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
+        self.metrics.set_info(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
         for doubt in doubts_of(settings, longest_prompt):
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
