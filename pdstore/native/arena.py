@@ -63,7 +63,6 @@ class ValueBatch(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """The number of values."""
         return len(self.sizes) // 8
 
     @property
@@ -238,9 +237,7 @@ class NativeArena:
         return done.value
 
     def fill(self, batches: Sequence[ValueBatch], memory: int, kinds: bytes) -> Filled:
-        """Stores the values of all batches: reserves slots, gathers, seals and publishes values.
-
-        Publishes the batches in the given order, each as soon as its copies have ended.
+        """Stores the values of all batches as `ArenaStore.fill` says.
 
         batches: at least one; all with the same engine.
         kinds: one byte for each value, over all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.

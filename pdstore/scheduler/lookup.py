@@ -72,7 +72,6 @@ class Lookup:
 
     Any thread may call it. A signal handler must not, because it takes locks.
 
-    keys: the keys of the prompt.
     handoff: the hand-off whose markers the lookup waits for; None to match at once.
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
     wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.

@@ -32,8 +32,6 @@ class WrapperStore(Store):
 
     It offers only those of the wrapped store's optional protocols that a subclass names in
     `passes`. One that changes values must name no protocol whose calls read or write values.
-
-    wrapped: the wrapped store.
     """
 
     passes: tuple[type, ...] = ()
