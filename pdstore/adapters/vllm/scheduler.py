@@ -332,10 +332,7 @@ class Saves:
         self._added.pop(request_id, None)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
-        """Frees the blocks of a save as soon as no rank needs these blocks any more.
-
-        released: by a save's number: how many ranks have come to need its blocks no more.
-        """
+        """Frees the blocks of saves that no rank needs any more. released: as in `StepReport`."""
         for number, count in released.items():
             blocks, num_ranks = self._held.pop(number, ([], 0))
             if num_ranks > count:
