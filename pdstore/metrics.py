@@ -143,7 +143,7 @@ class Metrics:
         self._reasons = ReasonLog()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
-        self.registry.register(_Refresher(self.refresh))  # it is asked first
+        self.registry.register(self)  # it is asked first
         self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
 
@@ -153,7 +153,7 @@ class Metrics:
             return self._metrics[name]
         raise AttributeError(name)
 
-    def describe(self, stored_format: int, role: str, namespace: str, store: str) -> None:
+    def set_info(self, stored_format: int, role: str, namespace: str, store: str) -> None:
         """Sets `pdstore_info`, which is equal in an instance's scheduler and workers.
 
         stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: the store's label.
@@ -161,7 +161,10 @@ class Metrics:
         self.info.labels(pdstore.__version__, str(stored_format), role, namespace, store).set(1)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
-        """Adds a store's error codes to the metrics. Counts of several stores are summed."""
+        """Adds a store's error codes to the metrics. Counts of several stores are summed.
+
+        codes: called by `refresh`; must return at once, and must not raise an exception.
+        """
         seen: collections.Counter[str] = collections.Counter()
 
         def read() -> None:
@@ -169,13 +172,6 @@ class Metrics:
                 self.store_codes.labels(code).inc(max(0, count - seen[code]))
                 seen[code] = max(count, seen[code])
 
-        self.add_source(read)
-
-    def add_source(self, read: Callable[[], None]) -> None:
-        """Makes `refresh` call `read`, which sets metrics whose values are kept elsewhere.
-
-        `read` must return at once, and must not raise an exception.
-        """
         self._sources.append(read)
 
     def add_breaker(self, is_open: Callable[[], bool]) -> None:
@@ -183,9 +179,14 @@ class Metrics:
         self._breakers.append(is_open)
 
     def refresh(self) -> None:
-        """Calls all sources. The registry calls `refresh` before it shows any metric."""
+        """Calls all sources."""
         for read in self._sources:
             read()
+
+    def collect(self) -> Iterable[Family]:
+        """Refreshes all metrics; the registry calls it before it shows any. Returns none itself."""
+        self.refresh()
+        return ()
 
     def miss(self, reason: Reason, error: Exception | None = None, what: str = "a load") -> None:
         """Counts and logs a miss: a lookup or a load that brought less than was asked.
@@ -239,14 +240,3 @@ class Metrics:
 def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:
     """Returns the label values that a metric shows from the start; none if it has no labels."""
     return itertools.product(*metric.labels.values()) if metric.labels else ()
-
-
-class _Refresher:
-    """A collector without metrics. The registry asks it first, and it refreshes all metrics."""
-
-    def __init__(self, refresh: Callable[[], None]) -> None:
-        self._refresh = refresh
-
-    def collect(self) -> Iterable[Family]:
-        self._refresh()
-        return ()

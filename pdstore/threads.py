@@ -84,15 +84,12 @@ class Ticker:
 
     A turn is one call of `step`; two turns never run at the same time. `step` returns the seconds
     until the next turn, or None if the next turn must wait for `wake`. If `step` raises an
-    exception, the exception is logged, and the next turn comes after `pause_s`. In the child of a
+    exception, the exception is logged, and the next turn comes after a second. In the child of a
     fork, `wake` and `stop` do nothing.
     """
 
-    def __init__(
-        self, name: str, step: Callable[[], float | None], *, pause_s: float = 1.0
-    ) -> None:
+    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
         self._step = step
-        self._pause_s = pause_s
         self._called = threading.Event()
         self._stopped = False
         self._turning = threading.Lock()
@@ -131,7 +128,7 @@ class Ticker:
 
     def _turn(self) -> float:
         """Calls `step` unless stopped; returns the next turn's time. The caller holds the lock."""
-        after_an_error: float | None = self._pause_s
+        after_an_error: float | None = 1.0
         pause = None if self._stopped else call_or(self._step, after_an_error)
         return math.inf if pause is None else time.monotonic() + pause
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,11 @@ def emit(answer: Answer, target: str | None) -> None:
     text = json.dumps(answer.document, indent=1) + "\n"
     try:
         if target is None:
-            _show(answer.shown)
+            console = Console(highlight=False)
+            if not console.is_terminal:  # a pipe has no width at which to fold
+                console.width = _WIDE
+            for part in answer.shown:
+                console.print(_as_it_is(part))
         elif target == "-":
             sys.stdout.write(text)
         else:
@@ -59,14 +64,6 @@ def emit(answer: Answer, target: str | None) -> None:
         raise ConfigError(
             f"cannot write {target or 'standard output'}: {error.strerror}"
         ) from error
-
-
-def _show(parts: Sequence[RenderableType]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a pipe has no width at which to fold
-        console.width = _WIDE
-    for part in parts:
-        console.print(_as_it_is(part))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:
@@ -157,20 +154,10 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def ok(subject: str, said: str) -> Finding:
-    return Finding(Level.OK, subject, said)
-
-
-def info(subject: str, said: str) -> Finding:
-    return Finding(Level.INFO, subject, said)
-
-
-def warn(subject: str, said: str, remedy: str) -> Finding:
-    return Finding(Level.WARN, subject, said, remedy)
-
-
-def bad(subject: str, said: str, remedy: str) -> Finding:
-    return Finding(Level.BAD, subject, said, remedy)
+ok = partial(Finding, Level.OK)
+info = partial(Finding, Level.INFO)
+warn = partial(Finding, Level.WARN)
+bad = partial(Finding, Level.BAD)
 
 
 def answer_of(findings: Sequence[Finding]) -> Answer:

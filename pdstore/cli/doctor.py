@@ -109,7 +109,12 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
         # without `model` it is only the 8B model that does not fit
         return bad("block size", str(error), again) if shape else info("speed", str(error))
     except StepFailed as error:
-        return _failure(error)
+        if isinstance(error.__cause__, StoreFull):
+            return bad("room", f"32 MiB do not fit: {error.why}", error.remedy or _MORE)
+        if error.step == "find":
+            said = f"values were lost at once: {error.why}"
+            return bad("room", said, "give the store more memory: it evicts what was just put")
+        return bad(f"speed: {error.step}", error.why, error.remedy or _ALIVE)
     seconds = tried.seconds
     rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
     said = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
@@ -140,15 +145,6 @@ def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> T
     most = max(_STAGING, 32 * layout.block_bytes)  # pinning more would take long
     own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
     return self_test(own, layout, caches, num_tokens=num_tokens, store=store)
-
-
-def _failure(error: StepFailed) -> Finding:
-    if isinstance(error.__cause__, StoreFull):
-        return bad("room", f"32 MiB do not fit: {error.why}", error.remedy or _MORE)
-    if error.step == "find":
-        said = f"values were lost at once: {error.why}"
-        return bad("room", said, "give the store more memory: it evicts what was just put")
-    return bad(f"speed: {error.step}", error.why, error.remedy or _ALIVE)
 
 
 def _is_full(store: Store) -> bool:

@@ -104,7 +104,6 @@ def explain(
       text, or the path of a file with token ids.
     namespace: first digits of the namespace to look in; empty takes the namespace that has most of
       the prompt.
-    cache_salt: the salt of the request.
     Raises ConfigError for an invalid prompt, and StoreError.
     """
     token_ids = _ids_of(ids) if ids is not None else _tokens_of(prompt, model)

@@ -63,18 +63,15 @@ def _check_place(settings: Settings) -> Iterator[Finding]:
             "set PDSTORE_STORE to file://, shm:// or a server, the same for P and D",
         )
     name, _, kind = scheme.partition("+")
-    if name in _OVER_TLS and kind != "unix" and not _is_local(settings.store):
+    host = StoreURL.of(settings.store).host or "localhost"
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    if name in _OVER_TLS and kind != "unix" and not is_local:
         tls = scheme.replace(name, _OVER_TLS[name], 1)
         yield warn(
             "encryption",
             f"{scheme}:// sends KV and the password to another host without encryption",
             f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
         )
-
-
-def _is_local(url: str) -> bool:
-    host = StoreURL.of(url).host or "localhost"
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def available_memory() -> int | None:

@@ -40,8 +40,7 @@ class Peer(BaseModel):
 
 
 def _metrics_of(url: str) -> Peer | None:
-    address = url.rstrip("/")
-    address = address if address.endswith("/metrics") else address + "/metrics"
+    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
     try:
         text = _get(address).decode("utf-8", "replace")
         families = list(text_string_to_metric_families(text))
@@ -57,8 +56,7 @@ def _metrics_of(url: str) -> Peer | None:
 
 
 def _status_of(url: str) -> Peer | Finding:
-    address = url.rstrip("/")
-    address = address if address.endswith(_PATH) else address + _PATH
+    address = url.rstrip("/").removesuffix(_PATH) + _PATH
     try:
         body = _get(address, Accept="application/json")
         return Peer.model_validate_json(body).model_copy(update={"url": url})

@@ -192,18 +192,21 @@ class Pulse:
     """Finds out from answers of the store whether another instance still beats.
 
     Only one thread may call it. `asked_at` is the time, by `clock`, at which the store was asked.
+
+    instance: the other instance's id; None if it is not known or stores no beats: such an instance
+      is never silent.
     ring: the keys of the instance's beats; the caller asks the store which of them are stored.
     """
 
     def __init__(
         self,
         namespace: Namespace,
-        instance: str,
+        instance: str | None,
         *,
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ring = [beat_key(namespace, instance, n) for n in range(RING)]
+        self.ring = [beat_key(namespace, instance, n) for n in range(RING) if instance is not None]
         self._silence_s = silence_s
         self._seen: set[BlockKey] = set()
         self._beat_at = self._asked_at = clock()
@@ -227,4 +230,4 @@ class Pulse:
 
     def is_silent(self) -> bool:
         """Returns whether the last beat was over `silence_s` old when the store was asked last."""
-        return self._asked_at - self._beat_at > self._silence_s
+        return bool(self.ring) and self._asked_at - self._beat_at > self._silence_s

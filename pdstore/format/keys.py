@@ -199,7 +199,6 @@ class PromptKeys:
     again the blocks that were full before.
 
     Args:
-      namespace: the instance's namespace.
       lora: a digest of the LoRA adapter's weights; empty without a LoRA adapter.
       cache_salt: the request's own salt; empty if the request has none.
       items: the prompt's multimodal items in order of offset.

@@ -308,12 +308,32 @@ class Layout:
         return max(self.payload_bytes(part, self.block_tokens) for part in self.owned_parts)
 
     def namespace(self, settings: Settings, *, weights: str) -> Namespace:
-        """Returns the namespace of an instance with this layout.
+        """Returns the namespace of an instance with this layout; it has a digest of the salt.
 
         weights: the weights' revision (`pdstore.weights_revision`).
         """
-        fields = _fields(self, settings, weights)
         salt = settings.salt.get_secret_value() if settings.salt else ""
+        bare = salt.strip()
+        fields: dict[str, Json] = {
+            "format": FORMAT_VERSION,
+            "weights": weights,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in self.layers],
+            "windows": [spec.window for spec in self.layers],
+            "rope": self.rope,
+            "block_tokens": self.block_tokens,
+            "order": "token" if self.page is None else "page",
+            "page": self.page,
+            "tables": [spec.table for spec in self.layers],
+            "shards": self.grid_shards,
+            "draft_layers": self.draft_layers,
+            "layer_ranges": self.num_ranges,
+            "hash": "sha256",
+            "salt": sha256(salt.encode()).hexdigest() if salt else None,
+        }
+        if settings.seal_key_file is not None:  # else no such field, so older namespaces stay valid
+            fields["seal"] = "aes-256-gcm"
         windows = {
             group: window
             for group in range(len(self.groups))
@@ -325,7 +345,7 @@ class Layout:
             self.block_tokens,
             num_shards=self.grid_shards,
             windows=windows,
-            bare_salt=sha256(salt.strip().encode()).hexdigest() if salt != salt.strip() else None,
+            bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
         )
 
     def _spec(self, group: int) -> LayerSpec:
@@ -348,32 +368,6 @@ def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, 
         at = range_of(number, len(layers), num_ranges)
         groups.setdefault((at, spec), []).append(number)
     return tuple(tuple(numbers) for numbers in groups.values())
-
-
-def _fields(layout: Layout, settings: Settings, weights: str) -> dict[str, Json]:
-    """Returns the fields of an instance's namespace, with a digest of the salt, not the salt."""
-    salt = settings.salt.get_secret_value() if settings.salt else None
-    fields: dict[str, Json] = {
-        "format": FORMAT_VERSION,
-        "weights": weights,
-        "dtype": layout.dtype,
-        "quantization": layout.quantization,
-        "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in layout.layers],
-        "windows": [spec.window for spec in layout.layers],
-        "rope": layout.rope,
-        "block_tokens": layout.block_tokens,
-        "order": "token" if layout.page is None else "page",
-        "page": layout.page,
-        "tables": [spec.table for spec in layout.layers],
-        "shards": layout.grid_shards,
-        "draft_layers": layout.draft_layers,
-        "layer_ranges": layout.num_ranges,
-        "hash": "sha256",
-        "salt": None if salt is None else sha256(salt.encode()).hexdigest(),
-    }
-    if settings.seal_key_file is not None:  # else no such field, so older namespaces stay valid
-        fields["seal"] = "aes-256-gcm"
-    return fields
 
 
 def _check_splits(layout: Layout) -> None:

@@ -63,7 +63,6 @@ class ValueBatch(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """The number of values."""
         return len(self.sizes) // 8
 
     @property
@@ -238,9 +237,7 @@ class NativeArena:
         return done.value
 
     def fill(self, batches: Sequence[ValueBatch], memory: int, kinds: bytes) -> Filled:
-        """Stores the values of all batches: reserves slots, gathers, seals and publishes values.
-
-        Publishes the batches in the given order, each as soon as its copies have ended.
+        """Stores the values of all batches as `ArenaStore.fill` says.
 
         batches: at least one; all with the same engine.
         kinds: one byte for each value, over all batches: PDS_BLOCK, PDS_SHORT_LIVED or PDS_FOREVER.
@@ -259,11 +256,7 @@ class NativeArena:
         return Filled(indices, sum([sizes[i] for i in indices]), why)
 
     def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
-        """Starts to scatter values and ends their leases soon; the caller must wait for the ticket.
-
-        Returns None, and copies nothing, if a value is missing, if the call finds a wrong value, or
-        if the arena's lock is not free within 20 ms. Raises LayoutError or SwapError.
-        """
+        """Starts a scatter as `ArenaStore.start_scatter` does; waits up to 20 ms for the lock."""
         handle, values = c_void_p(), byref(batch.values(memory))
         with batch.engine.lent() as engine:
             code = checked(self._calls.pds_arena_take, self._handle, engine, values, byref(handle))

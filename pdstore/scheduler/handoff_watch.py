@@ -56,7 +56,7 @@ class HandoffWait(Waiter):
 
     lookup: a lookup with a hand-off.
     end: a function that ends the lookup; called once, with a verdict or with the store's error.
-    is_elsewhere: returns whether P uses another pool; called once, after the first answer.
+    is_elsewhere: as `HandoffWatch` takes it; called once, after the first answer.
     clock: returns monotonic seconds; `asked_at` is such a time.
     """
 
@@ -66,7 +66,7 @@ class HandoffWait(Waiter):
         namespace: Namespace,
         end: Callable[[HandoffWait, Verdict | Exception], None],
         *,
-        is_elsewhere: Callable[[], bool] = lambda: False,
+        is_elsewhere: Callable[[Handoff], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert lookup.handoff is not None
@@ -82,17 +82,15 @@ class HandoffWait(Waiter):
         self._num_asked = 1  # how many of `_done` to ask for; only one until that is stored
         self._is_doubtful = self.handoff.last_save is not None
         self._doubtful_until = float("inf")
-        self._pulse: Pulse | None = None
-        if name.instance is not None:  # P's answer has just come, so P is alive now
-            self._pulse = Pulse(namespace, name.instance, clock=clock)
+        # P's answer has just come, so P is alive now
+        self._pulse = Pulse(namespace, name.instance, clock=clock)
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys that the store is to be asked for next."""
         signs = [self._failed]
         if self.lookup.follows or self._is_doubtful:
             signs.append(self._started)
-        beats = self._pulse.ring if self._pulse is not None else []
-        return [*self._done[: self._num_asked], *signs, *beats]
+        return [*self._done[: self._num_asked], *signs, *self._pulse.ring]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Ends the lookup if there is a verdict; else returns the seconds until the next call."""
@@ -115,15 +113,14 @@ class HandoffWait(Waiter):
             return Verdict.ANSWERED
         if not self._was_asked:
             self._was_asked = True
-            if self._is_elsewhere():
+            if self._is_elsewhere(self.handoff):
                 return Verdict.OTHER_POOL
         verdict = self._judge_markers(stored, asked_at)
         if verdict is not None:
             return verdict
-        if self._pulse is not None:
-            self._pulse.update(stored, asked_at)
-            if self._pulse.is_silent():
-                return Verdict.DEAD
+        self._pulse.update(stored, asked_at)
+        if self._pulse.is_silent():
+            return Verdict.DEAD
         return Verdict.LATE if self.lookup.marker_deadline.is_over() else None
 
     def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
@@ -168,19 +165,12 @@ class HandoffWatch:
         self._metrics = metrics
         self._find = find
         self._is_elsewhere = is_elsewhere
-        self._waiting: set[Lookup] = set()
         self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
         """Adds a lookup with a hand-off. Any thread may call it."""
-        assert lookup.handoff is not None
-        self._waiting.add(lookup)
-        is_elsewhere = partial(self._is_elsewhere, lookup.handoff)
-        self._watch.add(HandoffWait(lookup, self._namespace, self._end, is_elsewhere=is_elsewhere))
-
-    def __len__(self) -> int:
-        """Number of lookups that the watch has not ended yet."""
-        return len(self._waiting)
+        wait = HandoffWait(lookup, self._namespace, self._end, is_elsewhere=self._is_elsewhere)
+        self._watch.add(wait)
 
     @property
     def is_stuck(self) -> bool:
@@ -193,7 +183,6 @@ class HandoffWatch:
 
     def _end(self, wait: HandoffWait, why: Verdict | Exception) -> None:
         lookup = wait.lookup
-        self._waiting.discard(lookup)
         if isinstance(why, Exception):
             reason = reason_of(why)
             lookup.finish(Match.miss(lookup.keys, reason, None if reason is Reason.CLOSED else why))

@@ -72,7 +72,6 @@ class Lookup:
 
     Any thread may call it. A signal handler must not, because it takes locks.
 
-    keys: the keys of the prompt.
     handoff: the hand-off whose markers the lookup waits for; None to match at once.
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
     wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.
@@ -151,9 +150,6 @@ class LookupQueue:
     def add(self, lookup: Lookup) -> None:
         self._lookups.append(lookup)
         self._thread.wake()
-
-    def __len__(self) -> int:
-        return len(self._lookups)
 
     @property
     def is_stuck(self) -> bool:

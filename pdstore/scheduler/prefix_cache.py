@@ -62,7 +62,7 @@ class PrefixCacheManager:
         self._settings = settings
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
-        self.metrics.describe(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
+        self.metrics.set_info(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
         for doubt in doubts_of(settings, longest_prompt):
             log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
@@ -206,11 +206,6 @@ class PrefixCacheManager:
     def problem(self) -> str | None:
         """A sentence about the store's present trouble; None if there is none."""
         return problem_of(self._store)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of lookups that wait for the store or for markers."""
-        return len(self._queue) + len(self._watch)
 
     def clear(self) -> bool:
         """Forgets all values of this namespace, also those of other instances.

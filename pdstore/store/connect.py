@@ -222,8 +222,6 @@ class RoomWatch:
         self._every_s = every_s
         self._num_evicted: int | None = None
         self._thread = Ticker("pdstore-room", self._turn) if self._store else None
-        if self._thread is not None:
-            self._thread.wake()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the thread."""

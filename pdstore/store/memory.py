@@ -59,15 +59,6 @@ class _Shelf:
             self.values[key] = _Value(value.data, now + self.lease_s, now)
             return True
 
-    def listed(self, prefix: str) -> list[StoredValue]:
-        with self.lock:
-            now = self.clock()
-            return [
-                StoredValue(key, len(value.data), now - value.used_at)
-                for key, value in self.values.items()
-                if key.startswith(prefix)
-            ]
-
     def drop(self, keys: Iterable[BlockKey]) -> None:
         with self.lock:
             for value in [self.values.pop(key, None) for key in keys]:
@@ -191,7 +182,12 @@ class MemoryStore(Store):
         self._enter([]).drop_all(prefix_of(namespace))
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
-        return iter(self._enter([]).listed(prefix))
+        shelf = self._enter([])
+        with shelf.lock:
+            now, values = shelf.clock(), list(shelf.values.items())
+        for key, value in values:
+            if key.startswith(prefix):
+                yield StoredValue(key, len(value.data), now - value.used_at)
 
     def length_of(self, key: BlockKey) -> int | None:
         value = self._enter([key]).values.get(key)

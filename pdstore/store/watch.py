@@ -96,7 +96,6 @@ class KeyWatch:
     If a search raises a StoreError, every waiter is told. Any other exception is told only to the
     waiters whose keys cause it.
 
-    name: the name of the thread.
     patience_s: a call of the store that takes longer counts as stuck.
     pace: chooses the pauses between searches; None takes a `Pace` that suits the store.
     """

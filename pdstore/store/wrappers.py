@@ -32,8 +32,6 @@ class WrapperStore(Store):
 
     It offers only those of the wrapped store's optional protocols that a subclass names in
     `passes`. One that changes values must name no protocol whose calls read or write values.
-
-    wrapped: the wrapped store.
     """
 
     passes: tuple[type, ...] = ()
@@ -96,6 +94,9 @@ class GuardedStore(WrapperStore):
     `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
     StoreDenied if the last call was denied. After each `open_s`, one call is made as a probe. If
     the last failure came quickly, as from a replica, all calls are made.
+
+    problem: the message of the store's last failure or of its last StoreFull; None if all is well.
+      The next successful call clears a failure; only the next successful put clears a StoreFull.
     """
 
     def __init__(
@@ -115,19 +116,11 @@ class GuardedStore(WrapperStore):
         self._lock = threading.Lock()
         self._in_a_row = 0
         self._probe_at = 0.0
-        self._problem: str | None = None
+        self.problem: str | None = None
         self._is_full = False
         self._is_quick = False
         self._refusal: type[StoreError] = StoreUnavailable
         self._remedy = ""
-
-    @property
-    def problem(self) -> str | None:
-        """The message of the store's last failure or of its last StoreFull; None if all is well.
-
-        The next successful call clears a failure; only the next successful put clears a StoreFull.
-        """
-        return self._problem
 
     @property
     def is_open(self) -> bool:
@@ -175,8 +168,8 @@ class GuardedStore(WrapperStore):
                     raise
                 self._measure(verb, began_at, answer.error if isinstance(answer, Filled) else None)
                 self._count_bytes(verb, args, answer)
-                if self._problem is not None and (not self._is_full or verb == "put"):
-                    self._problem = None
+                if self.problem is not None and (not self._is_full or verb == "put"):
+                    self.problem = None
                 return answer
         finally:
             with self._lock:
@@ -202,7 +195,7 @@ class GuardedStore(WrapperStore):
         self._remedy = error.remedy
         is_full = isinstance(error, StoreFull)
         if is_full or not isinstance(error, _HEALTHY):
-            self._problem = str(error)
+            self.problem = str(error)
             self._is_full = is_full
 
     def _measure(self, verb: str, began_at: float, error: StoreError | None) -> None:

@@ -130,10 +130,8 @@ class Follow(Waiter):
         self._done = [handoff.done(namespace, n) for n in range(namespace.num_shards)]
         self._clock = clock
         self._moved_at = clock()
-        self._pulse: Pulse | None = None
         self._has_asked = handoff.instance is not None
-        if handoff.instance is not None:
-            self._pulse = Pulse(namespace, handoff.instance, clock=clock)
+        self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s = stall_s
         self._lanes: list[_Lane] = []
         for n in reversed(prompt.layout.held_ranges):
@@ -146,9 +144,8 @@ class Follow(Waiter):
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to search for; if one of them appears, the watch calls `look_ended`."""
-        awaited = [lane.awaited for lane in self._lanes]
-        beats = self._pulse.ring if self._pulse is not None else []
-        return [self._failed, *self._done, *(key for key in awaited if key is not None), *beats]
+        awaited = [key for lane in self._lanes if (key := lane.awaited) is not None]
+        return [self._failed, *self._done, *awaited, *self._pulse.ring]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
@@ -179,8 +176,9 @@ class Follow(Waiter):
             cut = None
         for lane in self._lanes:
             moved |= lane.release_whole()
-        if moved:
-            self._note_life(asked_at)
+        if moved:  # P has stored a block, so it is alive
+            self._moved_at = asked_at
+            self._pulse.add_beat(asked_at)
         is_complete = all(lane.is_complete for lane in self._lanes)
         if is_complete or cut is not None:
             self._work.close(None if is_complete else cut)
@@ -197,8 +195,7 @@ class Follow(Waiter):
             return
         self._has_asked = True
         instance = self._handoff.instance_of(started) if started is not None else None
-        if instance is not None:
-            self._pulse = Pulse(self._namespace, instance, clock=self._clock)
+        self._pulse = Pulse(self._namespace, instance, clock=self._clock)
 
     def _cut(self, stored: AbstractSet[BlockKey]) -> Reason | None:
         """Returns the reason if P has said that it stores no more blocks; else None."""
@@ -207,16 +204,9 @@ class Follow(Waiter):
         self._done = [key for key in self._done if key not in stored]
         return None if self._done else Reason.ABSENT  # missing blocks were stored, but are lost
 
-    def _note_life(self, at: float) -> None:
-        """Notes that P has stored a block, which shows that P is alive."""
-        self._moved_at = at
-        if self._pulse is not None:
-            self._pulse.add_beat(at)
-
     def _silence(self, stored: AbstractSet[BlockKey], asked_at: float) -> Reason | None:
         """Returns the reason if P has been silent for too long; None if more blocks may come."""
-        if self._pulse is not None:
-            self._pulse.update(stored, asked_at)
-            if self._pulse.is_silent():
-                return Reason.HANDOFF_DEAD
+        self._pulse.update(stored, asked_at)
+        if self._pulse.is_silent():
+            return Reason.HANDOFF_DEAD
         return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None

@@ -33,7 +33,6 @@ class Mover:
 
     It moves whole blocks, from the first to the last. Only verified values count as loaded.
 
-    ends: the paged cache and the store.
     way: the `StoreEnd` that moves values to the store and back.
     by_use: the store, if it has the calls of `EvictsByUse`; else None.
     admission: decides whether a save may evict; None if another instance waits for every save.

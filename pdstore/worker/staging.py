@@ -62,7 +62,6 @@ class PinnedMemory:
 
     The constructor starts the threads. If a span fails, all spans are unregistered; `ready` raises.
 
-    view: the memory.
     slot_bytes: the size of a slot; no slot lies in two spans.
     registrar: pins the spans; None: copies can use any memory, so nothing is pinned.
     report_s: seconds between the lines in which `ready` logs the progress.

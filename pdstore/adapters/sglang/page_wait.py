@@ -67,13 +67,13 @@ class PageWait:
         """
         before, self._before = self._before, []
         began, found = self.clock(), self._match(keys)
-        is_expected = False
         if found.reason is None:
             self._end_wait(came=True)
-        elif found.reason is Reason.ABSENT and began >= self._rest_until:
-            until = began + self.settings.handoff_wait_s
-            is_expected = self._expects(before, keys, len(found.keys), until)
-            self.metrics.handoff_wait_seconds.observe(self.clock() - began)
+        if found.reason is not Reason.ABSENT or began < self._rest_until:
+            return False
+        until = began + self.settings.handoff_wait_s
+        is_expected = self._expects(before, keys, len(found.keys), until)
+        self.metrics.handoff_wait_seconds.observe(self.clock() - began)
         return is_expected
 
     def arrivals(self, keys: PromptKeys) -> Iterator[int] | None:

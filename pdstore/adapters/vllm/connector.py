@@ -157,7 +157,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         given = getattr(connector_output, "kv_connector_stats", None)
         new = stats.stats_of(given, type(self).__name__)
         if new is not None and self._shows_status:
-            self.scheduler.worker_metrics.add(new)
+            self.scheduler.worker_metrics.observe(new.data)
 
     @degrades(lambda: (False, None))
     def request_finished(

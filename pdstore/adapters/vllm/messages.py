@@ -98,7 +98,6 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """The layout of one rank's KV cache, known as soon as vLLM has allocated the cache.
 
-    namespace: the namespace of that layout.
     block_tokens: tokens of one block in vLLM's block tables.
     """
 

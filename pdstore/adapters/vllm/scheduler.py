@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,8 +320,11 @@ class Saves:
             return []
         first = plan.first_read // self.block_tokens
         end = -(-plan.keys.num_tokens // self.block_tokens)
+        held = dict.fromkeys(id for table in ids for id in table[first:end] if id != NULL_BLOCK)
+        blocks = [self.block_pool.blocks[id] for id in held]
+        self.block_pool.touch(blocks)
         self._num_saves += 1
-        self._hold(self._num_saves, (id for table in ids for id in table[first:end]))
+        self._held[self._num_saves] = blocks, self.num_ranks
         return [SaveSpec(self._num_saves, request_id, plan, tables_of(ids, end))]
 
     def forget_tables(self, request_id: str) -> None:
@@ -329,19 +332,10 @@ class Saves:
         self._added.pop(request_id, None)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
-        """Frees the blocks of a save as soon as no rank needs these blocks any more.
-
-        released: by a save's number: how many ranks have come to need its blocks no more.
-        """
+        """Frees the blocks of saves that no rank needs any more. released: as in `StepReport`."""
         for number, count in released.items():
             blocks, num_ranks = self._held.pop(number, ([], 0))
             if num_ranks > count:
                 self._held[number] = blocks, num_ranks - count
             elif blocks:
                 self.block_pool.free_blocks(reversed(blocks))
-
-    def _hold(self, number: int, block_ids: Iterable[int]) -> None:
-        held = [id for id in dict.fromkeys(block_ids) if id != NULL_BLOCK]
-        blocks = [self.block_pool.blocks[id] for id in held]
-        self.block_pool.touch(blocks)
-        self._held[number] = (blocks, self.num_ranks)

@@ -104,7 +104,11 @@ class StepMetrics(Metrics):
         if now >= self._gauges_at:
             self._gauges_at = now + _GAUGES_EVERY_S
             self.refresh()
-            self._add_gauges(new)
+            for key, read in list(self._gauges.items()):
+                value = read()
+                if self._sent_gauges.get(key, 0.0) != value:
+                    self._sent_gauges[key] = value
+                    new.add(key, {str(os.getpid()): value})
         return None if new.is_empty() else new
 
     def add_change(self, key: str, change: float | list[float]) -> None:
@@ -118,15 +122,6 @@ class StepMetrics(Metrics):
 
     def _made(self, metric: Metric) -> Shown:
         return _Recorded(super()._made(metric), metric.name, self)
-
-    def _add_gauges(self, new: PDStoreStats) -> None:
-        """Adds the gauges that have changed since the last call."""
-        process = str(os.getpid())
-        for key, read in list(self._gauges.items()):
-            value = read()
-            if self._sent_gauges.get(key, 0.0) != value:
-                self._sent_gauges[key] = value
-                new.add(key, {process: value})
 
 
 class _Recorded:
@@ -213,7 +208,7 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return made
 
 
-class WorkerMetrics:
+class WorkerMetrics(PDStorePromMetrics):
     """The metrics of all workers of an instance, combined on its scheduler side.
 
     registry: holds these metrics under their usual names.
@@ -222,12 +217,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         types = {kind: functools.partial(kind, registry=self.registry) for kind in TYPES.values()}
-        nobody = SimpleNamespace(kv_transfer_config=None)
-        self._metrics = PDStorePromMetrics(nobody, types, ["engine"], {0: ["0"]})
-
-    def add(self, stats: PDStoreStats) -> None:
-        """Adds the changes of some steps."""
-        self._metrics.observe(stats.data)
+        super().__init__(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
 
     @property
     def problem(self) -> str | None:

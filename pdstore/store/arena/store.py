@@ -83,11 +83,17 @@ class ArenaStore(Store):
         fd = open_arena_file(self.path, library, size, slab_bytes)
         try:
             self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
-            self._check_size(size)
+            there, slab = self._arena.data_bytes, self._arena.slab_bytes
+            if size is not None and size // slab * slab != there:
+                self._arena.close()
+                raise ConfigError(
+                    f"{self.label}: {self.path} is there already with size={there}: use that, leave"
+                    " ?size= away, or remove the file when nobody uses it"
+                )
             self._memory: memoryview | None = self._map(fd)
         finally:
             os.close(fd)
-        readable = ByteSize(self._arena.data_bytes).human_readable()
+        readable = ByteSize(there).human_readable()
         log_once(log, f"pool in {self.path}, {readable}: P and D must use it on the same host")
 
     @classmethod
@@ -242,15 +248,6 @@ class ArenaStore(Store):
         self._lifecycle.enter(keys, slots)
         assert memory is not None
         return memory
-
-    def _check_size(self, size: int | None) -> None:
-        there, slab = self._arena.data_bytes, self._arena.slab_bytes
-        if size is not None and size // slab * slab != there:
-            self._arena.close()
-            raise ConfigError(
-                f"{self.label}: {self.path} is there already with size={there}: use that, leave"
-                " ?size= away, or remove the file when nobody uses it"
-            )
 
     def _map(self, fd: int) -> memoryview:
         try:

@@ -184,10 +184,7 @@ class Batches:
             codes[i] = answer
 
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
-        """Moves a batch from or to its slots, directly or through the bounce.
-
-        config: tells the library how to keep the values of a put; None for a get.
-        """
+        """Moves a batch as `Client.move` does, from or to its slots or through the bounce."""
         client = min(self._clients, key=lambda client: client.num_running)
         base = address_of(slots.view)
         if self._memory is None or self._memory.holds(slots, base):

@@ -159,16 +159,14 @@ def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[Laye
     if layout.page is None:
         return list(kv_caches)
     caches_as_bytes(layout, kv_caches)
-    pairs = zip(layout.held_layers, kv_caches, strict=True)
-    return [_as_cells(layer, cache) for layer, cache in pairs]
-
-
-def _as_cells(layer: int, cache: LayerCache) -> LayerCache:
-    if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
-        raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
-    blocks, tokens, heads, channels = cache.shape
-    strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
-    return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
+    cells: list[LayerCache] = []
+    for layer, cache in zip(layout.held_layers, kv_caches, strict=True):
+        if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
+            raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
+        blocks, tokens, heads, channels = cache.shape
+        strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
+        cells.append(cache.as_strided((blocks, 1, heads, tokens * channels), strides))
+    return cells
 
 
 def caches_as_bytes(

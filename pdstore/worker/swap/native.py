@@ -186,7 +186,6 @@ class NativeSwap(Swap):
         return None if self._ordinal == CPU else self
 
     def populate(self, address: int, num_bytes: int) -> None:
-        """Faults in the pages of a range of host memory."""
         self._library.populate(address, num_bytes)
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -195,7 +194,6 @@ class NativeSwap(Swap):
         self.add_host(address, num_bytes)
 
     def unregister(self, address: int) -> None:
-        """Unpins the range registered at this address; no copy may use it, now or later."""
         self._library.unregister(self._ordinal, address)
 
     def add_host(self, address: int, num_bytes: int) -> None:
