@@ -126,7 +126,11 @@ def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(i
     busy = p.pool.begin_save(p.cache.keys(range(9)), P_BLOCKS)
     busy.layers_done(6, Held(gate))
     jobs = []
-    for name, tokens, has_fired in (("large", 200, False), ("small", 20, False), ("late", 150, True)):
+    for name, tokens, has_fired in (
+        ("large", 200, False),
+        ("small", 20, False),
+        ("late", 150, True),
+    ):
         save = p.pool.begin_save(p.cache.keys(range(1000, 1000 + tokens)), P_BLOCKS)
         save.layers_done(6, Event(name, has_fired=has_fired))
         jobs.append(save.job)
