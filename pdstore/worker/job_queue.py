@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 MAX_JOBS = 1024
 MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
+_MOST_ASKED = 8  # of the jobs that wait for the model
 _CLOCK_S = 0.1  # jobs whose time is up are ended after so many seconds at the latest
 STOP_S = 1.0
 """Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
@@ -85,7 +87,8 @@ class JobQueue:
         self._alive: dict[Job, None] = {}
         self._waiting: dict[Direction, dict[Job, None]] = {d: {} for d in Direction}
         self._ready: dict[Direction, list[_Entry]] = {d: [] for d in Direction}
-        self._offered: set[Job] = set()  # the jobs in `_ready`
+        self._uncomputed: dict[Direction, list[Job]] = {d: [] for d in Direction}
+        self._offered: set[Job] = set()  # the jobs in `_ready` and `_uncomputed`
         self._numbers = itertools.count()
         self._num_busy = dict.fromkeys(Direction, 0)
         self._children: set[ChildJob] = set()
@@ -244,8 +247,7 @@ class JobQueue:
         num_ready = job.num_ready
         if num_ready and job not in self._offered:
             self._offered.add(job)
-            entry = (job.urgency, job.deadline.at, next(self._numbers), job)
-            heappush(self._ready[job.direction], entry)
+            self._push(job)
         is_ordinary = job.urgency is Urgency.ORDINARY
         self._has_ready.notify(min(num_ready, self._most_woken) if is_ordinary else num_ready)
 
@@ -268,7 +270,7 @@ class JobQueue:
         firsts = (self._first(way) for way in Direction if self._num_busy[way] < self._most_busy)
         return min(
             (job for job in firsts if job is not None),
-            key=lambda job: (job.urgency, self._num_busy[job.direction]),
+            key=lambda job: (job.urgency, not job.is_computed, self._num_busy[job.direction]),
             default=None,
         )
 
@@ -278,29 +280,43 @@ class JobQueue:
         A share that the model has not computed keeps its worker waiting. So it comes after the
         computed shares of equally urgent jobs, and then the job that was made first comes first.
         """
-        ready = self._ready[direction]
-        uncomputed: list[_Entry] = []
-        try:
-            while ready and (not uncomputed or ready[0][0] is uncomputed[0][0]):
-                job = ready[0][-1]
-                if not job.num_ready:
-                    heappop(ready)
-                    self._offered.discard(job)
-                elif job.is_computed:
-                    return job
-                else:
-                    uncomputed.append(heappop(ready))
-        finally:
-            for entry in uncomputed:
-                heappush(ready, entry)
-        return min((entry[-1] for entry in uncomputed), key=lambda job: job.began, default=None)
+        self._sort_out(direction)
+        computed = [entry[-1] for entry in self._ready[direction][:1]]
+        firsts = computed + self._uncomputed[direction][:1]
+        return min(firsts, key=lambda job: job.urgency, default=None)
+
+    def _sort_out(self, direction: Direction) -> None:
+        """Moves jobs until the first ones of `_ready` and of `_uncomputed` are where they belong.
+
+        Asks only a few uncomputed jobs: the model computes those first that were made first.
+        """
+        ready, uncomputed = self._ready[direction], self._uncomputed[direction]
+        for job in uncomputed[:_MOST_ASKED]:
+            if job.is_computed or not job.num_ready:
+                uncomputed.remove(job)
+                self._push(job)
+        while ready:
+            job = ready[0][-1]
+            if job.num_ready and job.is_computed:
+                break
+            heappop(ready)
+            if job.num_ready:
+                insort(uncomputed, job, key=lambda job: (job.urgency, job.began))
+            else:
+                self._offered.discard(job)
+
+    def _push(self, job: Job) -> None:
+        entry = (job.urgency, job.deadline.at, next(self._numbers), job)
+        heappush(self._ready[job.direction], entry)
 
     def _goes_on(self, job: Job) -> bool:
         """True if the worker that has just done a share of a job should do the job's next share."""
         with self._has_ready:
             self._num_busy[job.direction] -= 1
-            chosen = self._choose()
-            self._num_busy[job.direction] += 1
+            try:
+                chosen = self._choose()
+            finally:
+                self._num_busy[job.direction] += 1
             if chosen is not job and job.num_ready:
                 self._has_ready.notify()  # another worker may do the shares that are left
         return chosen is job

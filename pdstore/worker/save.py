@@ -71,8 +71,10 @@ class SaveWork(Work):
 
     @property
     def is_computed(self) -> bool:
-        ready = self._waiting[0].ready if self._waiting else None
-        return ready is None or call_or(ready.query, True)  # a share will meet its error as well
+        count = min(self.mover.way.split.at_once, len(self._waiting))
+        ready = self._waiting[count - 1].ready if count else None  # the last to fire of a share
+        # if it cannot be asked, the share meets the error
+        return ready is None or call_or(lambda: ready.query(), True)
 
     @property
     def is_at_end(self) -> bool:
