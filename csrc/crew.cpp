@@ -10,7 +10,7 @@ namespace pds {
 
 constexpr int32_t kMostThreads = 15;
 
-// Returns how many processors this process may use; the machine may have more.
+// Returns how many processors the calling thread may use; the machine may have more.
 static int32_t num_processors() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);

@@ -150,8 +150,8 @@ int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *
 
 // Says for each path whether a file is there; links are followed.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);
-// Gives three numbers for each file: its bytes, or -1 if it is missing or a directory, and its
-// modification and access times (ns). Follows no link.
+// Gives three numbers for each file: its bytes, and its modification and access times (ns). Follows
+// no link. A missing file and a directory have -1, 0, 0; a file that fails has -1, its errno, 0.
 int32_t pds_stat_files(const char *paths, int64_t num_files, int64_t *facts);
 // Deletes the files that still have these modification times (ns). Gives an errno, or 0, for each;
 // EBUSY: it has another time. Follows no link.

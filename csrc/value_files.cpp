@@ -215,10 +215,14 @@ extern "C" int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t 
 extern "C" int32_t pds_stat_files(const char *paths, int64_t num_files, int64_t *facts) {
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1, facts += 3) {
     struct stat status;
-    const bool is_there = lstat(paths, &status) == 0 && !S_ISDIR(status.st_mode);
-    facts[0] = is_there ? status.st_size : -1;
-    facts[1] = is_there ? ns_of(status.st_mtim) : 0;
-    facts[2] = is_there ? ns_of(status.st_atim) : 0;
+    const int why = lstat(paths, &status) == 0 ? 0 : errno;
+    if (why == 0 && !S_ISDIR(status.st_mode)) {
+      facts[0] = status.st_size;
+      facts[1] = ns_of(status.st_mtim), facts[2] = ns_of(status.st_atim);
+    } else {
+      facts[0] = -1, facts[2] = 0;
+      facts[1] = why == ENOENT || why == ENOTDIR ? 0 : why;
+    }
   }
   return PDS_OK;
 }

@@ -26,27 +26,19 @@ def d(instance):
     return instance(layers=LAYERS, layer_ranges=3, fill=POISON)
 
 
-class Fired:
-    """An event that has fired."""
+class Event:
+    """An event that fires when a test says so."""
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class Held:
-    """An event that has fired; the copies of its first waiter wait for a test."""
-
-    def __init__(self, gate):
-        self._gate = gate
+    def __init__(self, *, has_fired=False):
+        self.fired = threading.Event()
+        if has_fired:
+            self.fired.set()
 
     def synchronize(self):
-        assert self._gate.wait(10)
+        assert self.fired.wait(10)
 
     def query(self):
-        return True
+        return self.fired.is_set()
 
 
 def num_stored(p, store, keys, layer_range) -> int:
@@ -85,16 +77,6 @@ def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
 
 
 def test_a_range_waits_for_its_own_event(p, d):
-    class Event:
-        def __init__(self):
-            self.fired = threading.Event()
-
-        def synchronize(self):
-            assert self.fired.wait(10)
-
-        def query(self):
-            return self.fired.is_set()
-
     events = [Event() for _ in range(3)]
     save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
     for n, event in enumerate(events):
@@ -108,36 +90,17 @@ def test_a_range_waits_for_its_own_event(p, d):
 
 
 def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(instance):
-    """A large prompt's layers come before those of small prompts that the model computes later."""
-    p, order = instance(layers=LAYERS, layer_ranges=3, workers=2), []
-
-    class Event:
-        def __init__(self, name, *, has_fired=False):
-            self.name, self.has_fired = name, has_fired
-
-        def synchronize(self):
-            order.append(self.name)
-            self.has_fired = True
-
-        def query(self):
-            return self.has_fired
-
-    gate = threading.Event()
-    busy = p.pool.begin_save(p.cache.keys(range(9)), P_BLOCKS)
-    busy.layers_done(6, Held(gate))
-    jobs = []
-    for name, tokens, has_fired in (
-        ("large", 200, False),
-        ("small", 20, False),
-        ("late", 150, True),
-    ):
-        save = p.pool.begin_save(p.cache.keys(range(1000, 1000 + tokens)), P_BLOCKS)
-        save.layers_done(6, Event(name, has_fired=has_fired))
+    """A large prompt's layers come before those of a small one that the model computes later."""
+    p, jobs = instance(layers=LAYERS, layer_ranges=3, workers=2), []  # one worker is for loads
+    events = [Event(), Event(), Event(), Event(has_fired=True)]
+    for n, (event, num_tokens) in enumerate(zip(events, (9, 200, 20, 150), strict=True)):
+        keys = p.cache.keys(range(1000 * n, 1000 * n + num_tokens))
+        save = p.pool.begin_save(keys, P_BLOCKS)
+        save.layers_done(6, event)
         jobs.append(save.job)
-    gate.set()
-    for job in (busy.job, *jobs):
-        assert job.wait(10).reason is None
-    assert list(dict.fromkeys(order)) == ["late", "large", "small"]
+    for n in (0, 3, 1, 2):
+        events[n].fired.set()
+        assert jobs[n].wait(10).reason is None
 
 
 @pytest.mark.parametrize(("queued", "goes_on"), [((2, 4), False), ((2, 4, 6), True)])
@@ -148,11 +111,11 @@ def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
     keys = p.cache.keys(range(200))
     save = p.pool.begin_save(keys, P_BLOCKS)
     for num_layers in queued:
-        save.layers_done(num_layers, Fired(), goes_on=goes_on)
+        save.layers_done(num_layers, Event(has_fired=True), goes_on=goes_on)
     other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
     assert other.wait(10).reason is None
     assert num_stored(p, store, keys, 0) == 0
-    save.layers_done(6, Fired())
+    save.layers_done(6, Event(has_fired=True))
     assert save.job.wait(10).num_tokens == 200
     assert load(d, range(200)).num_tokens == 200
     assert_loaded(p, d, 200)

@@ -88,19 +88,11 @@ class PoolDirectory:
             yield from self._listed(place)
 
     def delete_unchanged(self, files: Sequence[StoredFile]) -> list[int]:
-        """Deletes values. Returns 0 for each, ENOENT if it is gone, EBUSY if it was leased since.
-
-        Raises OSError if a value cannot be deleted, after the others.
-        """
+        """Deletes values. Returns an errno for each, or 0; EBUSY: leased since the listing."""
         library = self._built()
         if library is not None:
-            ends = library.delete_files([f.path for f in files], [f.mtime_ns for f in files])
-        else:
-            ends = [_delete_unchanged(file) for file in files]
-        for file, why in zip(files, ends, strict=True):
-            if why not in (0, errno.ENOENT, errno.EBUSY):
-                raise OSError(why, os.strerror(why), file.path)
-        return ends
+            return library.delete_files([f.path for f in files], [f.mtime_ns for f in files])
+        return [_delete_unchanged(file) for file in files]
 
     def repair(self) -> None:
         """Makes the directories that were not made yet, or that somebody has deleted."""
@@ -138,6 +130,8 @@ class PoolDirectory:
         library = self._built()
         facts = map(_facts_of, paths) if library is None else library.stat_files(paths)
         for path, name, (size, mtime_ns, atime_ns) in zip(paths, names, facts, strict=True):
+            if size < 0 < mtime_ns:
+                raise OSError(mtime_ns, os.strerror(mtime_ns), path)
             if size >= 0:
                 yield StoredFile(path, name, size, mtime_ns, atime_ns)
 
@@ -187,7 +181,7 @@ def _delete_unchanged(file: StoredFile) -> int:
 
 def _facts_of(path: str) -> tuple[int, int, int]:
     """Returns what `Library.stat_files` returns for a file."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode):
             return status.st_size, status.st_mtime_ns, status.st_atime_ns

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -24,6 +26,8 @@ _RETRY_S = 1.0
 _JOIN_S = 1.0
 _MOST_OLDEST = 1024
 _SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
+_EXPECTED = frozenset({0, errno.ENOENT, errno.EBUSY})  # ends of deletions that are no failures
+_ALL = 1 << 62  # more bytes than there are
 _S = 1_000_000_000
 
 
@@ -33,7 +37,8 @@ class Evictor:
     Each process counts the bytes that it puts, and scans the whole directory after every 5 % of the
     budget, with the directory's lock. It deletes tails and markers that are past their time, and
     then values that are neither leased nor fresh, the oldest modification time first, until no more
-    than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %.
+    than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %, and by
+    more if a scan takes as long as the puts of 5 %.
 
     While a large pool is within its budget, a thread scans it and the puts go on.
     """
@@ -55,6 +60,7 @@ class Evictor:
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
+        self._settled = 0
         self._put_since_scan = self.budget  # so the first put scans the directory
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
@@ -91,7 +97,9 @@ class Evictor:
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
         with self._lock:
-            self._pending -= sum(map(_on_disk, sizes))
+            num_bytes = sum(map(_on_disk, sizes))
+            self._pending -= num_bytes
+            self._settled += num_bytes
 
     def age_of_oldest(self, sizes: Sequence[int]) -> float | None:
         """Returns how many seconds ago the value was used that new values would evict first.
@@ -190,16 +198,16 @@ class Evictor:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
-        start = self._clock()
+        start, settled = self._clock(), self._settled
         try:
             used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
         with self._lock:
-            self._used = used + self._pending
-            self._put_since_scan = 0
+            self._put_since_scan = self._settled - settled  # the scan may have missed these
+            self._used = used + self._pending + self._put_since_scan
             self._has_looked = True
-        if self._used > self.budget or freed < to_free:
+        if self._used > self.budget or (freed < to_free and not spared):
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
@@ -219,7 +227,7 @@ class Evictor:
             is_spared = kind is Kind.HANDOFF or file.name in spared
             if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
                 candidates.append(file)
-        freed = self._delete(expired)
+        freed = self._delete(expired, _ALL)[0][0]
         goal = min(self._goal, self.budget - self._pending)
         if spared:
             goal = self.attainable - self._pending - to_free
@@ -228,18 +236,32 @@ class Evictor:
         elif freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
         candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, f.mtime_ns))
-        start = 0
-        while used > goal and start < len(candidates):
-            stop = start + _num_of_bytes(candidates[start:], used - goal)
-            num_bytes = self._delete(candidates[start:stop])
-            used, freed, start = used - num_bytes, freed + num_bytes, stop
-        self._oldest = candidates[start : start + _MOST_OLDEST]
+        ends, num_tried = self._delete(candidates, used - goal)
+        used, freed = used - ends[0] - ends[errno.ENOENT], freed + ends[0]
+        failed = set(ends) - _EXPECTED
+        if failed and used > goal and not freed:
+            raise OSError(min(failed), os.strerror(min(failed)))
+        self._oldest = [] if spared else candidates[num_tried : num_tried + _MOST_OLDEST]
         return used, freed
 
-    def _delete(self, files: Sequence[StoredFile]) -> int:
-        """Deletes values that were not leased since the scan; returns how many bytes this freed."""
-        ends = self._directory.delete_unchanged(files)
-        return sum(_on_disk(f.size) for f, why in zip(files, ends, strict=True) if why == 0)
+    def _delete(
+        self, files: Sequence[StoredFile], num_bytes: int
+    ) -> tuple[collections.Counter[int], int]:
+        """Deletes leading values until so many bytes are freed, by others or here.
+
+        Returns the bytes of the values by their ends, which are those of `delete_unchanged`, and
+        how many values were tried.
+        """
+        ends: collections.Counter[int] = collections.Counter()
+        sums = [0, *itertools.accumulate(_on_disk(file.size) for file in files)]
+        start = 0
+        while start < len(files) and (rest := num_bytes - ends[0] - ends[errno.ENOENT]) > 0:
+            stop = min(len(files), bisect_left(sums, sums[start] + rest, start + 1))
+            part = files[start:stop]
+            for file, why in zip(part, self._directory.delete_unchanged(part), strict=True):
+                ends[why] += _on_disk(file.size)
+            start = stop
+        return ends, start
 
 
 def default_budget(directory: PoolDirectory) -> int:
@@ -261,12 +283,6 @@ def _is_kept(file: StoredFile, now: int) -> bool:
     False for a modification time later than any lease ends: it was set before a clock was set back.
     """
     return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
-
-
-def _num_of_bytes(files: Sequence[StoredFile], num_bytes: int) -> int:
-    """Returns how many leading files have so many bytes together; all if they have fewer."""
-    sums = list(itertools.accumulate(_on_disk(file.size) for file in files))
-    return min(len(files), bisect_left(sums, num_bytes) + 1)
 
 
 def _on_disk(num_bytes: int) -> int:

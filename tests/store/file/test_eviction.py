@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -80,6 +81,14 @@ def test_after_a_clear_nothing_goes_from_a_pool_with_room(store):
             other.remove([key])
         fill(store, 3)
         assert stored(store, kept) == kept
+
+
+def test_others_may_put_after_room_was_made_for_a_hand_off(tmp_path):
+    clock = itertools.count().__next__  # so a scan takes time
+    with contextlib.closing(FileStore(tmp_path, budget=20 * SIZE, clock=clock)) as store:
+        fill(store, 18, age_s=300)
+        assert store.make_room(fresh_keys(4), [SIZE] * 4)
+        fill(store, 8)
 
 
 def test_a_chain_goes_from_its_end(store):
