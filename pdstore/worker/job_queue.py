@@ -1,8 +1,9 @@
 """JobQueue: decides which job each worker does next, and ends jobs whose time is up.
 
-One lock guards the heaps of ready jobs, one heap for each direction. While the lock is held, no job
-is run or ended, and no I/O is done. A job's own lock may be taken while this lock is held, never
-the other way round. Nothing here may be called from a signal handler.
+One lock guards the ready jobs: for each direction a heap, and a list of those whose blocks the
+model has not computed. While the lock is held, no job is run or ended, and no I/O is done, but a
+device's events are asked. A job's own lock may be taken while this lock is held, never the other
+way round. Nothing here may be called from a signal handler.
 """
 
 # Decision: docs/decisions/016-shared-jobs.md
