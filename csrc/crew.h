@@ -17,8 +17,8 @@ namespace pds {
 
 class Crew {
  public:
-  // Threads are started at their first use. 0 takes half of the processors, at most 15: the other
-  // instance and the engine need some.
+  // Threads are started at their first use. 0 takes half of the processors that the caller may use,
+  // at most 15: the other instance and the engine need some.
   explicit Crew(int32_t num_threads = 0);
   ~Crew();
   Crew(const Crew &) = delete;

@@ -140,7 +140,7 @@ bool are_values(const uint64_t *addresses, const int64_t *sizes, int64_t count) 
   return count >= 0;
 }
 
-constexpr int64_t kNs = 1000000000;  // of a second
+constexpr int64_t kNs = 1000000000;  // nanoseconds of a second
 
 timespec time_of(int64_t ns) {
   return {static_cast<time_t>(ns / kNs), static_cast<long>(ns % kNs)};

@@ -227,7 +227,8 @@ class Evictor:
             is_spared = kind is Kind.HANDOFF or file.name in spared
             if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
                 candidates.append(file)
-        freed = self._delete(expired, _ALL)[0][0]
+        expired_ends, _ = self._delete(expired, _ALL)
+        freed = expired_ends[0]
         goal = min(self._goal, self.budget - self._pending)
         if spared:
             goal = self.attainable - self._pending - to_free
