@@ -145,6 +145,17 @@ async def convoy(client: Client, plan: Plan) -> None:
         await asyncio.sleep(pause_s)
 
 
+async def reload(client: Client, plan: Plan) -> None:
+    """One user, two documents, and room in the GPU for one of them.
+
+    A document's first question finds it in the pool, the next one in the GPU.
+    """
+    documents = [plan.tokens(plan.sizes.document, number) for number in range(2)]
+    for document in itertools.cycle(documents):
+        for turn in range(2):
+            await client.ask(document, plan.sizes.answer, turn)
+
+
 async def pd(client: Client, plan: Plan) -> None:
     """Prompts of a trace's lengths that share nothing, arriving at a rate."""
     lengths = [request.num_tokens for request in plan.requests()]
@@ -212,6 +223,7 @@ class Workload(NamedTuple):
 
 
 _AGENT = Sizes(turns=8, document=2000, answer=20, longest=13_000, rate=3.0)
+_RELOAD = Sizes(document=8192, answer=4, longest=8400, gpu=9600, pool_gib=8.0)
 WORKLOADS = {
     "turns": Workload(turns, Sizes()),
     "tight": Workload(turns, Sizes(users=64)),
@@ -219,6 +231,7 @@ WORKLOADS = {
     "unique": Workload(unique, Sizes()),
     "agent": Workload(agent, _AGENT, is_open=True),
     "convoy": Workload(convoy, Sizes(users=50, document=10_000, answer=64)),
+    "reload": Workload(reload, _RELOAD),
     "pd": Workload(pd, Sizes(answer=96), is_open=True, needs_trace=True),
     "trace": Workload(trace, Sizes(), needs_trace=True),
 }
