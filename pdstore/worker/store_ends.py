@@ -252,8 +252,9 @@ class InPlaceEnd(StoreEnd):
     """Saves by gathering blocks into an arena's memory; loads by scattering from its values there.
 
     A save stores several ranges in one call of the library; a load begins one window in one call.
-    If a call cannot save all values, the save goes on block by block. If a call cannot load all
-    values, they are copied to private memory to find out which of them is wrong or missing.
+    If a call cannot save all values, even after room was made, the save goes on block by block. If
+    a call cannot load all values, they are copied to private memory to find out which of them is
+    wrong or missing.
 
     A value may be evicted while a load copies from it. So after the copy the arena is asked which
     values are still stored, and which were right when copied: a value counts if it is both.
@@ -285,7 +286,7 @@ class InPlaceEnd(StoreEnd):
     ) -> Reason | None:
         self._wait_for_memory(child)
         try:
-            self._fill(child, moves)
+            _mended(partial(self._fill, child, moves), moves[0])
         except StoreError:
             for move in moves:
                 for one in move.values.blocks():

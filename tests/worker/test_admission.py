@@ -193,6 +193,18 @@ def test_a_hand_off_finds_room_where_all_is_leased(leased, instance):
     assert lost == sorted(lost, reverse=True)
 
 
+@pytest.mark.parametrize("leased", ["shm"], indirect=True)
+def test_a_share_is_saved_in_one_call_again_when_room_was_made(leased, instance, monkeypatch):
+    p, fill, calls = instance(over=leased), leased.fill, []
+    for n in range(1, 9):
+        save(p, range(1000 * n, 1000 * n + 128))
+        p.cache.match(p.cache.keys(range(1000 * n, 1000 * n + 128)))
+    monkeypatch.setattr(leased, "fill", lambda batches: calls.append(batches) or fill(batches))
+    handoff, _ = p.cache.announce(p.cache.keys(range(320)))
+    assert save(p, range(320), handoff=handoff) == JobResult(320)
+    assert len(calls) == 2
+
+
 def test_a_hand_off_larger_than_the_pool_evicts_nothing_leased(leased, instance):
     p = instance(over=leased)
     save(p, range(5000, 5128))
