@@ -286,11 +286,9 @@ class InPlaceEnd(StoreEnd):
     ) -> Reason | None:
         self._wait_for_memory(child)
         try:
-            _mended(partial(self._fill, child, moves), moves[0])
-        except StoreError:
-            for move in moves:
-                for one in move.values.blocks():
-                    _mended(partial(self._fill, child, [move._replace(values=one)]), move)
+            self._fill(child, moves)
+        except StoreError as error:
+            self._fill_again(child, moves, error)
         for _ in moves:
             gathered()
         return None
@@ -331,6 +329,16 @@ class InPlaceEnd(StoreEnd):
                 raise filled.error
             with child.in_store_call():  # a match waits for the lock, outside `copying`
                 self._ends.store.match(moves[0].values.keys)
+
+    def _fill_again(self, child: ChildJob, moves: Sequence[Move], error: StoreError) -> None:
+        """Stores all values in one call if the error's cause is removed, else block by block."""
+        if moves[0].mends(error):
+            with contextlib.suppress(StoreError):
+                self._fill(child, moves)
+                return
+        for move in moves:
+            for one in move.values.blocks():
+                _mended(partial(self._fill, child, [move._replace(values=one)]), move)
 
     def _begins(self, child: ChildJob, move: Move, loaded: Loaded) -> bool:
         """Starts to scatter values; returns False if one is missing or wrong."""
