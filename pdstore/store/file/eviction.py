@@ -36,9 +36,9 @@ class Evictor:
 
     Each process counts the bytes that it puts, and scans the whole directory after every 5 % of the
     budget, with the directory's lock. It deletes tails and markers that are past their time, and
-    then values that are neither leased nor fresh, the oldest modification time first, until no more
-    than 90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %, and by
-    more if a scan takes as long as the puts of 5 %.
+    then values that are neither leased nor fresh, the least recently used first, until no more than
+    90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %, and by more
+    if a scan takes as long as the puts of 5 %.
 
     While a large pool is within its budget, a thread scans it and the puts go on.
     """
@@ -47,6 +47,7 @@ class Evictor:
         self,
         directory: PoolDirectory,
         budget: int | None,
+        lease_s: float,
         handoff_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,7 +57,7 @@ class Evictor:
         self.attainable = min(self.budget, room_of(directory, self.budget))
         self._step = self.budget // 20
         self._goal = self.budget * 9 // 10
-        self._handoff_ttl_ns = int(handoff_ttl_s * _S)
+        self._lease_ns, self._handoff_ttl_ns = int(lease_s * _S), int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
@@ -113,7 +114,7 @@ class Evictor:
             with contextlib.suppress(FileNotFoundError):
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
                     self._oldest = self._oldest[n:]
-                    return max(0, time.time_ns() - file.atime_ns) / _S
+                    return max(0, time.time_ns() - self._used_at(file)) / _S
         self._put_since_scan = self.budget
         return None
 
@@ -236,7 +237,7 @@ class Evictor:
                 candidates.clear()
         elif freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
-        candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, f.mtime_ns))
+        candidates.sort(key=lambda f: (_is_kept(f, now), f.mtime_ns <= now, self._used_at(f)))
         ends, num_tried = self._delete(candidates, used - goal)
         used, freed = used - ends[0] - ends[errno.ENOENT], freed + ends[0]
         failed = set(ends) - _EXPECTED
@@ -244,6 +245,14 @@ class Evictor:
             raise OSError(min(failed), os.strerror(min(failed)))
         self._oldest = [] if spared else candidates[num_tried : num_tried + _MOST_OLDEST]
         return used, freed
+
+    def _used_at(self, file: StoredFile) -> int:
+        """Returns when a value was last looked up, which leased it, or put; like `time.time_ns`.
+
+        The access time would not do: a read moves it, so a chain's last blocks would go last.
+        """
+        is_leased = file.mtime_ns > file.atime_ns + FRESH_S * _S
+        return file.mtime_ns - self._lease_ns * is_leased
 
     def _delete(
         self, files: Sequence[StoredFile], num_bytes: int

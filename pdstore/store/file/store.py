@@ -86,7 +86,7 @@ class FileStore(Store):
             self._directory = PoolDirectory(root, built)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
-            self._evictor = Evictor(self._directory, budget, handoff_ttl_s, clock)
+            self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
         readable = ByteSize(self._evictor.budget).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
         self.doubts = list(_doubts_of(self._evictor))

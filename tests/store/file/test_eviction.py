@@ -46,6 +46,15 @@ def test_a_match_counts_as_use_and_leases(store):
     assert time.time() < path_of(store, keys[0]).stat().st_mtime <= time.time() + store.lease_s
 
 
+def test_what_was_looked_up_goes_before_what_was_put_later(store):
+    looked_up, put_later = fill(store, 10), fill(store, 8, age_s=5)
+    for key in looked_up:  # its lease ended after the put
+        os.utime(path_of(store, key), (time.time() - 12, time.time() - 12 + store.lease_s))
+    fill(store, 6)
+    assert stored(store, put_later) == put_later
+    assert 11 < store.oldest_age_s([SIZE]) < 60
+
+
 def num_values(store):
     return sum(1 for _ in store.stored_values())
 
@@ -179,7 +188,7 @@ def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
     """Nobody waits for it: here the look cannot even begin before the put has returned."""
     step = 64 << 20
     directory = PoolDirectory(tmp_path / "pool")
-    evictor = Evictor(directory, 20 * step, 600.0)
+    evictor = Evictor(directory, 20 * step, 10.0, 600.0)
     assert evictor.admit([1]), "the first put looks itself"
     evictor.settle([1])
     place = tmp_path / "pool" / "00"
@@ -203,7 +212,7 @@ def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
 def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tmp_path):
     step = 64 << 20
     directory = PoolDirectory(tmp_path / "pool")
-    evictor = Evictor(directory, 20 * step, 600.0)
+    evictor = Evictor(directory, 20 * step, 10.0, 600.0)
     assert evictor.admit([19 * step])
     place = tmp_path / "pool" / "00"
     place.mkdir()
