@@ -37,7 +37,7 @@ class Urgency(enum.IntEnum):
     """The order in which workers begin jobs."""
 
     MARKER = 0  # a few bytes that another instance waits for; no queue limit refuses this job
-    HANDOFF = 1  # another instance waits for all blocks of this job
+    HANDOFF = 1  # another instance waits for these blocks, or for those after them
     ORDINARY = 2
 
 

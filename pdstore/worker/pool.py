@@ -179,7 +179,8 @@ class KVPool:
         first_block = self._first_block(keys, first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
-        is_awaited = is_awaited or handoff is not None or self._mover.admission is None
+        is_handed_off = is_awaited or handoff is not None
+        is_awaited = is_handed_off or self._mover.admission is None
         asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
         if handoff is not None and handoff.is_doubtful:
@@ -192,7 +193,7 @@ class KVPool:
             work,
             num_bytes=bytes_of(self.layout, keys, first_block),
             seconds=self._settings.deadline_s + bytes_of(self.layout, keys, first) / _BYTES_PER_S,
-            urgency=Urgency.ORDINARY if handoff is None else Urgency.HANDOFF,
+            urgency=Urgency.HANDOFF if is_handed_off else Urgency.ORDINARY,
         )
         if not self._queue.is_in_child:
             self._saves.add(job)
@@ -201,8 +202,7 @@ class KVPool:
             self._heartbeat.begin_beats(handoff)
             job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
-        marks = [partial(self._put_started, *start) for start in starts]
-        return OpenSave(job, work, order, wake, marks)
+        return OpenSave(job, work, order, wake, [partial(self._put_started, *s) for s in starts])
 
     def load(
         self,

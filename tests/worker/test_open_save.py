@@ -89,13 +89,20 @@ def test_a_range_waits_for_its_own_event(p, d):
     assert_loaded(p, d, 200)
 
 
-def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(instance):
-    """A large prompt's layers come before those of a small one that the model computes later."""
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(
+    instance, is_awaited
+):
+    """A large prompt's layers come before those of a small one that the model computes later.
+
+    That is so for each part of a large prompt, although only its last save hands it off.
+    """
     p, jobs = instance(layers=LAYERS, layer_ranges=3, workers=2), []  # one worker is for loads
     events = [Event(), Event(), Event(), Event(has_fired=True)]
     for n, (event, num_tokens) in enumerate(zip(events, (9, 200, 20, 150), strict=True)):
         keys = p.cache.keys(range(1000 * n, 1000 * n + num_tokens))
-        save = p.pool.begin_save(keys, P_BLOCKS)
+        handoff = p.cache.announce(keys)[0] if is_awaited and num_tokens < 100 else None
+        save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, is_awaited=is_awaited)
         save.layers_done(6, event)
         jobs.append(save.job)
     for n in (0, 3, 1, 2):

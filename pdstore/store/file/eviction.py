@@ -57,7 +57,8 @@ class Evictor:
         self.attainable = min(self.budget, room_of(directory, self.budget))
         self._step = self.budget // 20
         self._goal = self.budget * 9 // 10
-        self._lease_ns, self._handoff_ttl_ns = int(lease_s * _S), int(handoff_ttl_s * _S)
+        self._lease_ns = int(lease_s * _S)
+        self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
