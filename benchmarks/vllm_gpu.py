@@ -173,7 +173,7 @@ def with_mooncake(session: Session) -> None:
     """pdstore over a Mooncake pool, and vLLM's MooncakeStoreConnector over one of its own."""
     given = session.given
     sizes = sorted(given.tokens)[:2][::-1]
-    store = "mooncake://127.0.0.1:50051?lease=10&connections=8"
+    store = "mooncake://127.0.0.1:50051?lease=10"
     model = session.dummy_model(given.config, **given.backend)
     with mooncakes(session) as their_config:
         kinds = trio(session, "mooncake_", store, model)

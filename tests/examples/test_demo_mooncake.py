@@ -65,7 +65,7 @@ def test_the_script_starts_a_pool_and_a_signal_ends_all_of_it(number, status):
         text=True,
     ) as script:
         said = "".join(_until_ready(script))
-        children = eventually(lambda: two_children_of(script.pid))
+        children = eventually(lambda: children_of(script.pid))
         for url in re.findall(r"PDSTORE_STORE='(.*)'", said):
             works(url)
         script.send_signal(number)
@@ -73,10 +73,10 @@ def test_the_script_starts_a_pool_and_a_signal_ends_all_of_it(number, status):
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
-def two_children_of(pid: int) -> list[str] | None:
-    """The master and the holder, once the script has no other child for a moment."""
+def children_of(pid: int) -> list[str] | None:
+    """The master and four holders, once the script has no other child for a moment."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return children if len(children) == 2 else None
+    return children if len(children) == 5 else None
 
 
 def _until_ready(script) -> list[str]:

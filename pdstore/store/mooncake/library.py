@@ -58,8 +58,8 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: the segment (host:port) that a put should use if it can.
     ssd_path: the directory to which an `embedded` process moves values when its memory is full; ""
       means none.
-    connections: the number of connections that move values. Over TCP, each has its own thread of
-      the library.
+    connections: the number of connections that move values, each with its own thread of the library;
+      None means 8 over TCP, and 1 otherwise, where NICs move them.
     lease: the master's --default_kv_lease_ttl, in seconds. The default is the smallest default of
       all Mooncake releases.
     """
@@ -76,7 +76,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: str = ""
     tenant: str = "default"
     ssd_path: str = ""
-    connections: int = Field(1, gt=0, le=64)
+    connections: int | None = Field(None, gt=0, le=64)
     lease: float = Field(5.0, gt=0, lt=1e6)
 
     @classmethod
@@ -108,6 +108,10 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         return self.protocol == "tcp"
 
     @property
+    def num_connections(self) -> int:
+        return self.connections or (8 if self.is_tcp else 1)
+
+    @property
     def master_http(self) -> str:
         """The address, host and port, of the master's HTTP server."""
         return f"{self.master.rpartition(':')[0]}:{self.metrics_port}"
@@ -122,7 +126,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
                 self.segment and not lends
             ),
             f"connections={self.connections} needs protocol=tcp: registered memory belongs to one"
-            " connection": self.connections > 1 and not self.is_tcp,
+            " connection": self.num_connections > 1 and not self.is_tcp,
         }
         for problem, is_so in problems.items():
             if is_so:

@@ -79,7 +79,7 @@ class MooncakeStore(Store):
         self._lookup = Client(label, master, library.connect_lookup)
         forget = self._memory.disconnect if self._memory else lambda: None
         self._movers = [Client(label, master, self._connect_data, forget)]
-        for _ in range(1, config.connections):
+        for _ in range(1, config.num_connections):
             connect = partial(library.connect_data, is_first=False)
             self._movers.append(Client(label, master, connect))
         self._batches = Batches(self._movers, self._memory, config.lease)
