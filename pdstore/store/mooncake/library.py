@@ -58,8 +58,8 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     prefer: the segment (host:port) that a put should use if it can.
     ssd_path: the directory to which an `embedded` process moves values when its memory is full; ""
       means none.
-    connections: the number of connections that move values, each with its own thread of the library;
-      None means 8 over TCP, and 1 otherwise, where NICs move them.
+    connections: the number of connections that move values. Over TCP, each has its own thread of
+      the library. None means 8 over TCP, else 1.
     lease: the master's --default_kv_lease_ttl, in seconds. The default is the smallest default of
       all Mooncake releases.
     """
