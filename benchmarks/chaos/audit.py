@@ -72,7 +72,8 @@ class Audit:
             late = self._stage.pool.late_threads + self._stage.options.engine.most_threads
             if first is not None and now.num_threads > first.num_threads + late:
                 found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
-            if first is not None and now.num_fds > first.num_fds + _MORE_FDS:
+            more_fds = _MORE_FDS + self._stage.pool.late_fds
+            if first is not None and now.num_fds > first.num_fds + more_fds:
                 found.append(f"{name}: {now.num_fds} fds, {first.num_fds} before")
                 if name == "router":
                     await self._ask_router(client)

@@ -47,12 +47,14 @@ class Pool(ABC):
     links: proxies between an instance and a server.
     env: what the instances need to use it.
     is_slow: recovering takes seconds.
-    late_threads: how many threads the store's library starts only when it needs them.
+    late_threads, late_fds: how many threads the store's library starts, and file descriptors it
+      opens, only when it needs them.
     """
 
     kind: ClassVar[str]
     is_slow: ClassVar[bool] = False
     late_threads: ClassVar[int] = 0
+    late_fds: ClassVar[int] = 0
 
     def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
         self._spawner, self.disk, self._seed = spawner, disk, seed
@@ -199,11 +201,15 @@ class RedisPool(Pool):
 
 
 class MooncakePool(Pool):
-    """A master and a holder; values go straight to the holder, the master is behind proxies."""
+    """A master and a holder; values go straight to the holder, the master is behind proxies.
+
+    Two connections: with more of them, an audit would have to overlook what they open late.
+    """
 
     kind = "mooncake"
     is_slow = True
-    late_threads = 1  # after calls of the master that failed
+    late_threads = 24  # of the second connection, and after calls of the master that failed
+    late_fds = 32
 
     def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
         super().__init__(spawner, disk, seed)
@@ -212,10 +218,10 @@ class MooncakePool(Pool):
 
     @property
     def url(self) -> str:
-        return f"mooncake://127.0.0.1:{self._rpc}?lease=3"
+        return f"mooncake://127.0.0.1:{self._rpc}?lease=3&connections=2"
 
     def url_for(self, role: str) -> str:
-        return f"mooncake://127.0.0.1:{self.links[f'{role}-store'].port}?lease=3"
+        return f"mooncake://127.0.0.1:{self.links[f'{role}-store'].port}?lease=3&connections=2"
 
     async def open(self) -> None:
         for role in ("prefill", "decode"):
