@@ -104,7 +104,7 @@ def master_with_sentinel(directory: Path) -> Iterator[tuple[RedisServer, str]]:
         settings = directory / "sentinel" / "sentinel.conf"
         settings.write_text(
             f"sentinel monitor pool 127.0.0.1 {master.port} 1\n"
-            "sentinel down-after-milliseconds pool 300\nsentinel failover-timeout pool 3000\n"
+            "sentinel down-after-milliseconds pool 2000\nsentinel failover-timeout pool 3000\n"
         )
         sentinel = RedisServer(directory / "sentinel", str(settings), "--sentinel")
         stack.callback(sentinel.stop)
