@@ -253,8 +253,7 @@ class InPlaceEnd(StoreEnd):
 
     A save stores several ranges in one call of the library; a load begins one window in one call.
     If a call cannot save all values, even after room was made, the save goes on block by block. If
-    a call cannot load all values, they are copied to private memory to find out which of them is
-    wrong or missing.
+    a call cannot load them, they are copied to private memory to find which is wrong or missing.
 
     A value may be evicted while a load copies from it. So after the copy the arena is asked which
     values are still stored, and which were right when copied: a value counts if it is both.

@@ -109,6 +109,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def num_connections(self) -> int:
+        """The most connections that move values at the same time."""
         return self.connections or (8 if self.is_tcp else 1)
 
     @property
