@@ -168,7 +168,8 @@ async def _take_turns(
     given: argparse.Namespace, what: str, plan: Plan, loads: list[_Load], report: Report
 ) -> None:
     """Gives each kind its windows, in turns; adds each to the report when it ends."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Shorter than the servers' own 5 s: a request must not meet the end of its connection.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
         for load in loads:
             client = load.begin(http)
