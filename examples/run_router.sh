@@ -2,13 +2,15 @@
 # Starts the router in front of run_prefill.sh and run_decode.sh, and shows how to ask it.
 #
 #   examples/run_router.sh [--port N] [--prefill URL]... [--decode URL]... [--mode relay|concurrent]
-#                          [--first-token prefill|decode] [--retries N] [--status PORT] [--traces URL]
+#                          [--first-token prefill|decode] [--affinity none|prefix] [--retries N]
+#                          [--status PORT] [--traces URL]
 #
 #   --port     or ROUTER_PORT   where it listens (8000)
 #   --prefill                   a P (http://127.0.0.1:$PREFILL_PORT, 8100); may be repeated
 #   --decode                    a D (http://127.0.0.1:$DECODE_PORT, 8200); may be repeated
 #   --mode                      relay (the default): P, then D. concurrent: both at once
 #   --first-token               whose first token the client gets (decode, the default: D's)
+#   --affinity                  none (the default): in turns. prefix: where most of it went before
 #   --retries                   how often P is asked again when D could not use a hand-off (0)
 #   --status                    port of a page on this host about the router (none)
 #   --traces                    an OTLP receiver of spans, such as http://127.0.0.1:4318 (none)
@@ -29,7 +31,8 @@ while [[ $# -gt 0 ]]; do
         --prefill) prefills+=(--prefill "$(value_of "$@")"); shift 2 ;;
         --decode) decodes+=(--decode "$(value_of "$@")"); shift 2 ;;
         --mode) mode=$(value_of "$@"); shift 2 ;;
-        --first-token | --retries | --status | --traces) options+=("$1" "$(value_of "$@")"); shift 2 ;;
+        --first-token | --affinity | --retries | --status | --traces)
+            options+=("$1" "$(value_of "$@")"); shift 2 ;;
         *) die "unknown option '$1' (--help shows them)" ;;
     esac
 done
