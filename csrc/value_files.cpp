@@ -119,6 +119,7 @@ int32_t write_path(const char *temporary, const char *path, char *value, int64_t
   int file;
   if (const int32_t why = open_file(temporary, O_WRONLY | O_CREAT | O_EXCL, &file)) return why;
   int32_t why = write_value(file, value, bytes, start);
+  futimens(file, nullptr);  // both times are when it is whole, however long the writing took
   if (close(file) != 0 && why == 0 && errno != EINTR) why = errno;
   if (why == 0) why = link_to(temporary, path);
   unlink(temporary);

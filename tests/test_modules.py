@@ -31,9 +31,7 @@ DOORS = {
     "threading.Thread": ["threads"],
     "concurrent": ["threads"],
     "multiprocessing": [],
-    "ctypes": [
-        *(f"native.{name}" for name in ("library", "engine", "arena")),
-    ],
+    "ctypes": [*(f"native.{name}" for name in ("library", "engine", "arena"))],
     "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],

@@ -30,7 +30,7 @@ from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.values import Split, Values
 
 _LOOK_S = 0.05
-_MOST_TRIES = 3
+_MOST_TRIES = 8  # others may take the room that was made for a put
 
 Loaded: TypeAlias = Callable[[Values, Reason | None], None]
 """Called after a copy with the loaded values, in whole blocks, and the reason if some are not."""

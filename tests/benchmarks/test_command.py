@@ -1,4 +1,4 @@
-"""The benchmarks' commands and tables."""
+"""The benchmarks' commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.command import run
 from benchmarks.decide.__main__ import WAYS, p99_of
 from benchmarks.decide.machine import Store
-from benchmarks.handoff.report import late_stores, table
+from benchmarks.handoff.report import late_stores
 from benchmarks.overload import measure
 from benchmarks.report import Report
 
@@ -61,12 +61,6 @@ def test_auto_is_within_five_percent_of_the_better_way(store_gb_s, at_once):
     assert auto <= WORST * min(load, compute)
 
 
-def test_a_store_of_twice_the_rate_halves_what_always_takes():
-    cell = (4, [32_768], False, 0.0, 40)
-    slow, fast = (p99_of("always", Store("a store", rate, 0.0), *cell) for rate in (1.0, 2.0))
-    assert slow == pytest.approx(2 * fast, rel=0.05)
-
-
 LEADS = [
     {"store": "shm", "tokens": 64, "lead_s": [-0.1, 0.02, -0.3]},
     {"store": "redis", "tokens": 64, "lead_s": [-0.1, -math.inf, 0.0]},
@@ -76,13 +70,6 @@ LEADS = [
 def test_a_store_over_which_no_load_began_early_is_late():
     assert late_stores(LEADS) == ["redis"]
     assert late_stores(LEADS[:1]) == late_stores([]) == []
-
-
-def test_the_table_shows_the_controls_and_how_early_each_load_began():
-    found = {"rows": [], "alone_prefill_s": {64: [0.1, 0.3, 0.2]}, "bursts": [], "leads": LEADS[:1]}
-    found["idle_connector_prefill_s"] = {64: [0.21]}
-    assert "without a pool: 200.0 ms, by one whose connector does nothing 210.0" in table(found)
-    assert "began before P's `done` by -100.0, 20.0, -300.0 ms" in table(found)
 
 
 @pytest.mark.nightly

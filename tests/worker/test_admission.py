@@ -193,6 +193,19 @@ def test_a_hand_off_finds_room_where_all_is_leased(leased, instance):
     assert lost == sorted(lost, reverse=True)
 
 
+def test_hand_offs_that_are_saved_at_once_all_find_room(tmp_path, instance):
+    url = f"file://{tmp_path}/pool?budget={400 * (HEADER_BYTES + BLOCK_BYTES)}&lease=600"
+    with contextlib.closing(open_store(url, settings_of())) as store:
+        p, jobs = instance(over=store, workers=4, staging="64MiB"), []
+        for n in range(1, 81):
+            keys = p.cache.keys(range(10_000 * n, 10_000 * n + 1280))
+            handoff, _ = p.cache.announce(keys)
+            jobs.append(p.pool.save(keys, [i % 60 for i in range(80)], handoff=handoff))
+            jobs[max(0, n - 4)].wait(10)
+            p.cache.match(keys)
+        assert {job.wait(10).reason for job in jobs} == {None}
+
+
 @pytest.mark.parametrize("leased", ["shm"], indirect=True)
 def test_a_share_is_saved_in_one_call_again_when_room_was_made(leased, instance, monkeypatch):
     p, fill, calls = instance(over=leased), leased.fill, []

@@ -98,10 +98,7 @@ def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
 
 @pytest.mark.parametrize(
     ("error", "calls"),
-    [
-        (StoreTimeout("locked"), [[1] * 5] * 3),
-        (StoreFull("full"), [[1] * 5, *[[1]] * 5]),
-    ],
+    [(StoreTimeout("locked"), [[1] * 5] * 3), (StoreFull("full"), [[1] * 5, *[[1]] * 5])],
 )
 def test_what_a_call_did_not_store_is_stored_by_more_calls(
     instance, store, monkeypatch, error, calls

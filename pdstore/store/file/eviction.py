@@ -62,7 +62,6 @@ class Evictor:
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
-        self._settled = 0
         self._put_since_scan = self.budget  # so the first put scans the directory
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
@@ -99,9 +98,7 @@ class Evictor:
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
         with self._lock:
-            num_bytes = sum(map(_on_disk, sizes))
-            self._pending -= num_bytes
-            self._settled += num_bytes
+            self._pending -= sum(map(_on_disk, sizes))
 
     def age_of_oldest(self, sizes: Sequence[int]) -> float | None:
         """Returns how many seconds ago the value was used that new values would evict first.
@@ -111,10 +108,10 @@ class Evictor:
         """
         if self._used + sum(map(_on_disk, sizes)) <= self._goal:
             return None
-        for n, file in enumerate(self._oldest):
+        for n, file in enumerate(oldest := self._oldest):
             with contextlib.suppress(FileNotFoundError):
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
-                    self._oldest = self._oldest[n:]
+                    self._oldest = oldest[n:]
                     return max(0, time.time_ns() - self._used_at(file)) / _S
         self._put_since_scan = self.budget
         return None
@@ -130,7 +127,8 @@ class Evictor:
         spared: names of files that are not evicted. Returns whether the new values have room.
         """
         needed = sum(map(_on_disk, sizes))
-        return self._evict(needed, _PATIENCE_S, spared) and self._used + needed <= self.budget
+        tries = (self._evict(needed, _PATIENCE_S, spared) for _ in range(3))  # others take room
+        return any(is_done and self._used + needed <= self.budget for is_done in tries)
 
     def sacrifice(self) -> None:
         """Deletes the newest three blocks or tails, even fresh ones; leased ones only if it must.
@@ -200,14 +198,14 @@ class Evictor:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
-        start, settled = self._clock(), self._settled
+        start, began = self._clock(), self._put_since_scan
         try:
             used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
         with self._lock:
-            self._put_since_scan = self._settled - settled  # the scan may have missed these
-            self._used = used + self._pending + self._put_since_scan
+            self._put_since_scan = max(0, self._put_since_scan - began)  # it may have missed these
+            self._used = used + self._pending
             self._has_looked = True
         if self._used > self.budget or (freed < to_free and not spared):
             now = self._clock()

@@ -156,6 +156,7 @@ def _write(temporary: str, path: str, piece: memoryview) -> None:
             done = os.write(fd, piece)
             while done < len(piece):
                 done += os.write(fd, piece[done:])
+            os.utime(fd)  # a value that is used when it is whole, not when its writing began
         finally:
             os.close(fd)
         with contextlib.suppress(FileExistsError):

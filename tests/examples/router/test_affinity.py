@@ -9,6 +9,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from examples.router.upstreams import Rotation
 from tests.support.router_kit import Fake, nobody, routed, says
 
 pytestmark = pytest.mark.anyio
@@ -83,3 +84,10 @@ async def test_a_short_prompt_and_a_chat_are_asked_as_well() -> None:
         chats = [await client.post("/v1/chat/completions", json=body) for _ in range(3)]
     assert short.status_code == 200
     assert len({chat.json()["instance"] for chat in chats}) == 1
+
+
+async def test_a_silent_instance_gets_no_new_conversation() -> None:
+    rotation = Rotation("prefill", ["http://a", "http://b"], by_prefix=True)
+    rotation.upstreams[0].fell_silent(60)
+    for user in range(4):
+        assert rotation.in_turn({"prompt": prompt_of(user, 0)})[0].url == "http://b"

@@ -22,16 +22,7 @@ from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.child import child
 from tests.support.listeners import addresses_of
-from tests.support.router_kit import (
-    BODY,
-    DEADLINE_S,
-    PARAMS,
-    Fake,
-    listening,
-    nobody,
-    routed,
-    says,
-)
+from tests.support.router_kit import BODY, DEADLINE_S, PARAMS, Fake, listening, nobody, routed, says
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[3]

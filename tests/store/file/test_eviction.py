@@ -100,6 +100,22 @@ def test_others_may_put_after_room_was_made_for_a_hand_off(tmp_path):
         fill(store, 8)
 
 
+def test_what_is_put_during_a_scan_counts_once(tmp_path, monkeypatch):
+    clock, listed = itertools.count().__next__, PoolDirectory.files  # a scan takes time
+    evictor = Evictor(PoolDirectory(tmp_path), 20 * SIZE, 10.0, 600.0, clock)
+    with contextlib.closing(FileStore(tmp_path, budget=9999 * SIZE)) as other:
+        fill(other, 20, age_s=300)
+
+        def files(directory):
+            evictor.admit_anyway([SIZE] * 3)
+            fill(other, 3)
+            evictor.settle([SIZE] * 3)
+            return listed(directory)
+
+        monkeypatch.setattr(PoolDirectory, "files", files)
+        assert [evictor.admit([SIZE]) for _ in range(2)] == [1, 1]
+
+
 def test_a_chain_goes_from_its_end(store):
     keys = fill(store, 16)
     assert store.match(keys) == 16

@@ -7,13 +7,7 @@ import time
 
 import pytest
 
-from pdstore.errors import (
-    StoreError,
-    StoreFull,
-    StoreTimeout,
-    StoreUnavailable,
-    WrongLength,
-)
+from pdstore.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, WrongLength
 from pdstore.store.base import Slots
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, put, start_background
