@@ -185,7 +185,7 @@ class Batches:
 
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
         """Moves a batch as `Client.move` does, from or to its slots or through the bounce."""
-        client = min(self._clients, key=lambda client: client.num_running)
+        client = min(self._clients, key=lambda client: client.rank)
         base = address_of(slots.view)
         if self._memory is None or self._memory.holds(slots, base):
             addresses = [base + number * slots.slot_bytes for number in slots.numbers]

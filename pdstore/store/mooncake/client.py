@@ -110,8 +110,8 @@ class Client:
         self._is_suspect = False
 
     @property
-    def num_running(self) -> int:
-        return len(self._began)
+    def rank(self) -> tuple[bool, int]:
+        return self._suspended is not None, len(self._began)  # the lowest gets the next call
 
     @contextlib.contextmanager
     def call(self) -> Iterator[Raw]:
@@ -214,11 +214,12 @@ class Client:
             raw, self._raw = self._raw, None
         if raw is None:
             return
-        with contextlib.suppress(StoreUnavailable):
-            try:
-                self._server.require()
-            except StoreTimeout:
-                is_idle = False
+        if is_idle := is_idle and not closed.is_over():
+            with contextlib.suppress(StoreUnavailable):
+                try:
+                    self._server.require()
+                except StoreTimeout:
+                    is_idle = False
         if is_idle:
             self._close_raw(raw, closed.remaining_s())
         else:
@@ -273,7 +274,7 @@ _aside: list[Raw | Client] = []
 def close_together(
     clients: Sequence[Client], drain_s: float = DRAIN_S, close_s: float = CLOSE_S
 ) -> None:
-    """Closes all clients within `close_s`; all running calls share the same `drain_s` to end.
+    """Closes clients; after `close_s` the rest stays open. Their running calls share `drain_s`.
 
     First, every client refuses new calls. Otherwise some clients would begin new calls while this
     function waits for others, and no time would be left to wait for the new calls.
