@@ -105,7 +105,11 @@ segment_bytes=$((BASH_REMATCH[1] << bits))
 holder_bytes=$((segment_bytes / holders))
 ((holder_bytes >= 16 << 20)) || die "--segment '$segment' is too small: a holder needs 16MB"
 mkdir -p "$ROOT/logs"
-for ((n = 0; n < holders; n++)); do need_free_port $((client_port + n)); done
+need_free_port "$client_port"
+for ((n = 0; n < holders; n++)); do
+    need_free_port $((client_port + n))
+    [[ -n $join || $((client_port + n)) != "$port" ]] || die "--port $port is a holder's, too"
+done
 master=$(program mooncake_master)
 holder=$(program mooncake_client)
 export MC_LOG_LEVEL=${MC_LOG_LEVEL:-WARNING} MC_TCP_BIND_ADDRESS=$host

@@ -38,18 +38,20 @@ class Exchange:
         self._is_ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with anyio.create_task_group() as group:
-            watch = anyio.CancelScope()
-            group.start_soon(self._watch_client, receive, watch, group.cancel_scope)
-            try:
-                await self._exchange(group, scope, receive, send)
-            finally:
-                watch.cancel()
-                if not self._is_ended:  # else the client sees a broken answer once P is done
-                    group.cancel_scope.cancel()
-                self.routed.timer.end("answer")
-                self._calls.timeline.add(self.routed)
-                self._calls.end(self._asked)
+        try:
+            async with anyio.create_task_group() as group:
+                watch = anyio.CancelScope()
+                group.start_soon(self._watch_client, receive, watch, group.cancel_scope)
+                try:
+                    await self._exchange(group, scope, receive, send)
+                finally:
+                    watch.cancel()
+                    if not self._is_ended:  # else the client sees a broken answer once P is done
+                        group.cancel_scope.cancel()
+                    self.routed.timer.end("answer")
+                    self._calls.timeline.add(self.routed)
+        finally:
+            self._calls.end(self._asked)  # when no call is left, also of P
 
     async def _exchange(
         self, group: anyio.abc.TaskGroup, scope: Scope, receive: Receive, send: Send

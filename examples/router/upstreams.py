@@ -81,7 +81,7 @@ class Rotation:
         self._first = (first + 1) % len(self.upstreams)
         turned = self.upstreams[first:] + self.upstreams[:first]
         if self._affinity is not None and body is not None:
-            up = [upstream for upstream in turned if upstream.down_until <= now] or turned
-            chosen = self._affinity.choose(body, up)
+            up = [each for each in turned if max(each.down_until, each.silent_until or 0.0) <= now]
+            chosen = self._affinity.choose(body, up or turned)
             turned.sort(key=lambda upstream: upstream is not chosen)
         return sorted(turned, key=lambda upstream: upstream.down_until > now)
