@@ -227,8 +227,8 @@ class PrefixCacheManager:
     def close(self) -> None:
         """Ends the lookups, and closes the store if the manager opened it. May be called again.
 
-        It takes at most 2 s, even if the store hangs. In the child of a fork it does nothing,
-        because threads and connections belong to the parent.
+        It takes at most 2 s (Mooncake: 3), even if the store hangs. In the child of a fork it does
+        nothing, because threads and connections belong to the parent.
         """
         self._closed = True
         if os.getpid() != self._pid:

@@ -286,9 +286,9 @@ class KVPool:
     def close(self) -> None:
         """Lets jobs run for up to PDSTORE_DRAIN_S, ends the other jobs, and closes the store.
 
-        It takes at most PDSTORE_DRAIN_S plus 2 s, even if the store hangs. A second caller waits
-        until the first call has ended. In the child of a fork it does nothing, because the threads,
-        the device and the store are the parent's.
+        It takes at most PDSTORE_DRAIN_S plus 2 s (Mooncake: 3), even if the store hangs. A second
+        caller waits until the first call has ended. In the child of a fork it does nothing, because
+        the threads, the device and the store are the parent's.
         """
         limit = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):

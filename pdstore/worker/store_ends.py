@@ -30,7 +30,7 @@ from pdstore.worker.swap.native import NativeSwap
 from pdstore.worker.values import Split, Values
 
 _LOOK_S = 0.05
-_MOST_TRIES = 8  # others may take the room that was made for a put
+_MOST_TRIES = 3
 
 Loaded: TypeAlias = Callable[[Values, Reason | None], None]
 """Called after a copy with the loaded values, in whole blocks, and the reason if some are not."""
@@ -384,8 +384,8 @@ class InPlaceEnd(StoreEnd):
         )
 
 
-def _mended(put: Callable[[], object], move: Move, tries: int = _MOST_TRIES) -> object:
-    """Puts values of a save; tries again if `move.mends` has removed the cause of an error."""
+def _mended(put: Callable[[], object], move: Move, tries: int = 8) -> object:
+    """Puts a save's values, again if `mends` made room, which other saves may take first."""
     try:
         return put()
     except StoreError as error:
