@@ -257,7 +257,7 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
         places->push_back(place);
       }
     });
-    const int32_t failed = code == PDS_OK ? back(places) : code;
+    const int32_t failed = code == PDS_OK ? back(places, lock_ns) : code;
     return failed == PDS_OK && places->empty() && !keys.empty() ? int32_t{PDS_ERR_FULL} : failed;
   });
 }
@@ -272,12 +272,12 @@ int32_t Arena::make_room(const Keys &keys, const uint8_t *kinds, const int64_t *
 
 // Has the file system allocate the memory of slots, else writing to them could raise SIGBUS. It
 // allocates whole slots, because the next value in a slot may be longer.
-int32_t Arena::back(Places *places) {
+int32_t Arena::back(Places *places, int64_t lock_ns) {
   for (size_t i = 0; i < places->size(); ++i) {
     const int64_t bytes = (*places)[i].unbacked, at = geometry_.data_at + (*places)[i].offset;
     if (bytes == 0 || fallocate(file_, 0, at, bytes) == 0) continue;
     const Places refused(places->begin() + i, places->end());
-    const int32_t code = with_lock(-1, [&](int64_t now) {
+    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
       const int64_t until = index_.deny(now);
       for (const auto &[slot, generation, offset, unbacked] : refused) {
         if (index_.is_reserved(slot, generation))
@@ -307,8 +307,8 @@ int32_t Arena::publish(const Places &places, int64_t *done, int64_t lock_ns) {
   return code;
 }
 
-int32_t Arena::abandon(const Places &places) {
-  const int32_t code = locked(-1, [&](int64_t) {
+int32_t Arena::abandon(const Places &places, int64_t lock_ns) {
+  const int32_t code = locked(lock_ns, [&](int64_t) {
     for (const Place &place : places) index_.free_if_reserved(place.slot, place.generation);
   });
   if (code == PDS_ERR_TIMEOUT) abandon_later(places);

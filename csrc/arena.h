@@ -58,7 +58,7 @@ class Arena {
   // done: how many leading places this process still owned; their values are stored now.
   int32_t publish(const Places &places, int64_t *done, int64_t lock_ns);
   // Frees reserved places; if the lock is not free in time, the next call frees them.
-  int32_t abandon(const Places &places);
+  int32_t abandon(const Places &places, int64_t lock_ns = -1);
   void abandon_later(const Places &places);
   // places: of the leading keys that are stored with this size. Their leases end soon.
   int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns);
@@ -79,7 +79,7 @@ class Arena {
   int32_t with_lock(int64_t lock_ns, Body body);
   template <typename Body>
   int32_t locked(int64_t lock_ns, Body body);
-  int32_t back(Places *places);
+  int32_t back(Places *places, int64_t lock_ns);
 
   int file_;  // for locks, never mapped
   char *base_;

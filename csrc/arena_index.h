@@ -83,8 +83,10 @@ class Index {
   void touch(uint32_t id, int64_t now);
   // Lets a stored slot be the last of its size that goes.
   void make_newest(uint32_t id);
-  // Ends a slot's lease soon: whoever waited for the value reads it now.
-  void begin_read(uint32_t id, int64_t now) { slot(id).lease_end = now + times_.fresh_ns; }
+  // Ends a slot's lease soon, if it ends at all: whoever waited for the value reads it now.
+  void begin_read(uint32_t id, int64_t now) {
+    if (slot(id).kind != kForever) slot(id).lease_end = now + times_.fresh_ns;
+  }
   // True if the slot was published or leased last at `then` or later, and a read began after that:
   // only a read leaves such an end. False for a read at the very end of a lease.
   bool was_read_since(uint32_t id, int64_t then) {

@@ -107,7 +107,8 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
     *done += code == PDS_OK;
   }
   for (size_t i = *done; i < batches.size(); ++i) {
-    if (!batches[i].places.empty()) arena.abandon(batches[i].places);
+    const Batch &left = batches[i];
+    if (!left.places.empty()) arena.abandon(left.places, left.values.lock_ns);
   }
   return code;
 }

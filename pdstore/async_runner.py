@@ -77,8 +77,7 @@ class AsyncRunner(Generic[T]):
     call does. That call also makes the caller's stream wait for the work that the function queued
     before it failed, so that the memory in use may be reused. Between `launch` and that call, the
     caller must not change data that the function uses: give the function copies.
-    Only one thread may call `launch` and `sync`. The constructor raises DeviceError if the device
-    cannot be used.
+    Only one thread may call `launch` and `sync`. Raises DeviceError if the device cannot be used.
     """
 
     def __init__(self, name: str, device: torch.device = CPU) -> None:

@@ -85,8 +85,7 @@ class SwapError(PDStoreError, RuntimeError):
 class StoreError(PDStoreError):
     """The store failed. Before, it had served the first `num_done` keys of the call.
 
-    remedy: tells the user what to change; empty if the cause is not known. It is the end of the
-      message.
+    remedy: tells the user what to change, at the message's end; empty if the cause is not known.
     """
 
     def __init__(self, message: str, *, num_done: int = 0, remedy: str = "") -> None:

@@ -47,8 +47,7 @@ class Across(enum.Enum):
 class Metric:
     """One metric.
 
-    name: the metric's name without "pdstore_" at its begin, and without a counter's "_total" at its
-      end.
+    name: the metric's name without "pdstore_" before it and a counter's "_total" behind it.
     text: explains the metric, in the documents and to Prometheus.
     labels: for each label, the values that are shown before anything is counted; empty if the
       values are not known in advance.
@@ -88,7 +87,7 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "tokens",
-            "tokens of prompts: looked up, found in the pool, loaded, saved; each counts once",
+            "tokens of prompts: looked up, found in the pool, loaded, saved (again if lost)",
             verb=("requested", "matched", "loaded", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),

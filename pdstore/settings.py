@@ -271,6 +271,7 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
 
 _REMEDIES = {
     "bool_parsing": "write 1 or 0",
+    "extra_forbidden": "there is no such setting",
     "byte_size": "write a size like 1GiB",
     "byte_size_unit": "write a size like 1GiB",
     "float_parsing": "write a number of seconds",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         provider = open_provider(given.traces, "pdstore-router") if given.traces else None
         app = make_app(options, provider)
     except PDStoreError as error:
-        sys.exit(f"router: {error}")
+        sys.exit(f"router: {str(error).replace('PDSTORE_STATUS_PORT=', '--status ')}")
     uvicorn.run(
         app,
         host=given.host,
@@ -119,7 +120,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
+    try:
+        address = urlsplit(text)
+        is_usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:  # of the port
+        is_usable = False
+    if not is_usable:
         raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
     if (base := text.rstrip("/")).endswith("/v1"):
         right = base.removesuffix("/v1")

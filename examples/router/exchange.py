@@ -81,8 +81,12 @@ class Exchange:
         return await self._decode(self._asked, params)
 
     async def _prefilled(self, asked: Asked, params: Json) -> Json | None:
-        """Prefills on P; returns the parameters of its answer, None if D has to compute."""
-        return params_of(await self._prefill_answer(asked, params))
+        """Prefills on P; returns the parameters of its answer, None if D is asked without any.
+
+        D then finds what it can of several prompts, by looking each of them up.
+        """
+        answer = await self._prefill_answer(asked, params)
+        return None if asked.has_several_prompts else params_of(answer)
 
     async def _prefill_answer(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on P; returns its whole answer, None if no P gave one."""
@@ -180,6 +184,8 @@ class ConcurrentExchange(Exchange):
         self._params: Json | None = None  # of a P that may not save what D waits for
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
+        if self._asked.has_several_prompts:
+            return await super()._answer(group)
         params: Json = {"pdstore": {"attempt": secrets.token_hex(16)}}
         self.routed.note_handoff(params)
         with anyio.CancelScope() as following:

@@ -22,6 +22,7 @@ _CONTINUED = {
     *("cache_salt", "request_id", "add_special_tokens", "kv_transfer_params"),
 }
 """Fields of which each token is chosen by itself, or from all before it."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -42,8 +43,11 @@ def changes_nothing(body: Json, known: Iterable[str] = ()) -> bool:
 
     False where the first token affects later ones in another way than as a part of the prompt
     (`stop`, penalties, `seed`, structured answers), where there are several answers, and for a
-    field that is neither in a list here nor in `known`, since it may do anything.
+    field that is neither in a list here nor in `known`, since it may do anything. False also for a
+    limit of tokens that is no whole number, like 3.0, which vLLM takes.
     """
+    if not all(isinstance(body.get(name) or 0, int) for name in _LIMITS):
+        return False
     return all(
         value is None or name in _CONTINUED or name in known or value in _NEUTRAL.get(name, ())
         for name, value in body.items()

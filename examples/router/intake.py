@@ -41,6 +41,12 @@ class Asked:
     prompt_ids: list[int] | None = None
 
     @property
+    def has_several_prompts(self) -> bool:
+        """True if one hand-off cannot stand for all: P answers with that of the first prompt."""
+        prompt = self.body.get("prompt")
+        return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+    @property
     def request_id(self) -> str:
         return self.headers["x-request-id"]
 

@@ -351,7 +351,7 @@ def _namespace_of(uses: list[NamespaceUse] | None, beginning: str, label: str) -
             " of P's and D's log and in pdstore_info"
         )
     meant = [use for use in uses if use.hex.startswith(beginning)]
-    if len(meant) == 1:
+    if beginning and len(meant) == 1:
         return meant[0]
     known = ", ".join(use.hex for use in (meant or uses)[:8]) or "none"
     raise ConfigError(

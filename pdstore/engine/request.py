@@ -1,8 +1,7 @@
 """EngineRequest: the state of one request, from its lookup to its last save, for any engine.
 
 An adapter asks an EngineRequest what to load and what to save, and reports the outcome to it. An
-EngineRequest moves no bytes: the adapter passes its plans to `KVPool`, which may be in another
-process.
+EngineRequest moves no bytes: the adapter passes its plans to `KVPool`, maybe in another process.
 """
 
 from __future__ import annotations
@@ -299,8 +298,7 @@ class EngineRequest:
     def end_prompt(self) -> None:
         """Ends the phase "compute"; called when the answer has its first token.
 
-        A second call does nothing. An adapter calls it for all requests of a step before the next
-        step begins.
+        A second call does nothing. An adapter calls it for all requests of a step before the next.
         """
         if not self._is_answering:
             self._is_answering = True

@@ -24,7 +24,7 @@ _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.TIMEOUT: (errors.StoreTimeout, "is locked: a process that has it open does not go on"),
     abi.Code.FULL: (
         errors.StoreFull,
-        "has no room: all values are leased, or this one is too large",
+        "has no room: all values are leased, this one is too large, or 512 stores have it open",
     ),
     abi.Code.FORMAT: (
         errors.StoreUnavailable,
@@ -111,8 +111,7 @@ class NativeArena:
       process had reserved are not reused; how long a call waits for the lock before it raises
       StoreTimeout.
     label: the text with which error messages begin.
-    Raises StoreUnavailable for a file that is no arena, StoreFull if too many processes have the
-    file open.
+    Raises StoreUnavailable for a file that is no arena, StoreFull if 512 stores have it open.
     """
 
     def __init__(self, library: Library, fd: int, times: Sequence[float], label: str) -> None:

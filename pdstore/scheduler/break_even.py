@@ -151,8 +151,7 @@ class PromptTimes:
         seconds: how long the load took; not how long it took until the engine saw its end.
 
         Loads share the store's rate, so those that run at the same time make one measurement. The
-        first measurement is not used: in it, connections are opened, and memory is touched for the
-        first time.
+        first measurement is not used: it opens connections, and touches memory for the first time.
         """
         prompt = self._prompts.get(name)
         if prompt is None or not prompt.num_loading:

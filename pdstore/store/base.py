@@ -1,8 +1,7 @@
 """The Store contract: what pdstore needs from anything that keeps blocks.
 
 The count that a store returns decides which slots are verified and scattered. So `count_of` and the
-functions next to it check each answer before it is used. An impossible answer is a fault of the
-store.
+functions next to it check each answer before it is used. An impossible one is the store's fault.
 """
 
 # Decisions: docs/decisions/002-put-if-absent.md, docs/decisions/025-clear.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class _Shelf:
         self.lease_s = lease_s
         self.clock = clock
         self.lock = threading.RLock()
-        self.values: dict[BlockKey, _Value] = {}
+        self.values: OrderedDict[BlockKey, _Value] = OrderedDict()  # read without the lock
         self.used_bytes = 0
         self.num_evicted = 0
 
@@ -53,10 +54,11 @@ class _Shelf:
     def lease(self, key: BlockKey, now: float) -> bool:
         """Leases a value and counts a use of it at `now`. Returns False if it is not stored."""
         with self.lock:
-            value = self.values.pop(key, None)
+            value = self.values.get(key)
             if value is None:
                 return False
             self.values[key] = _Value(value.data, now + self.lease_s, now)
+            self.values.move_to_end(key)
             return True
 
     def drop(self, keys: Iterable[BlockKey]) -> None:

@@ -156,8 +156,7 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
 def without_secret(text: str) -> str:
     """Returns the URL, malformed or not, with its password replaced and without its options.
 
-    All text between `://` and the last `@` may hold a password, except in schemes without
-    passwords.
+    All text between `://` and the last `@` may hold a password, if the scheme has passwords.
     """
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")

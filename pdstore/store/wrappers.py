@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,7 @@ class GuardedStore(WrapperStore):
         self._failures = failures
         self._open_s = open_s
         self._clock = clock
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._in_a_row = 0
         self._probe_at = 0.0
@@ -148,8 +150,8 @@ class GuardedStore(WrapperStore):
         verb: the method of `Store` that the call is a form of, for example `get` for `get_right`.
         args: the arguments of `call`. If it takes keys and slots, these come first, in this order.
         """
-        if args and not args[0]:  # a call without keys does no I/O: it cannot probe the store
-            return call(*args, **kwargs)
+        if self._pid != os.getpid() or (args and not args[0]):
+            return call(*args, **kwargs)  # by a forked child, or without I/O: it is no probe
         self._check_breaker()
         is_well = True  # stays so after a ValueError, which is no failure of the store
         is_retry = False
@@ -166,9 +168,12 @@ class GuardedStore(WrapperStore):
                     is_well = isinstance(error, _HEALTHY)
                     self._keep_error(error, self._clock() - began_at)
                     raise
-                self._measure(verb, began_at, answer.error if isinstance(answer, Filled) else None)
+                failed = answer.error if isinstance(answer, Filled) else None
+                self._measure(verb, began_at, failed)
                 self._count_bytes(verb, args, answer)
-                if self.problem is not None and (not self._is_full or verb == "put"):
+                if isinstance(failed, StoreFull):
+                    self._keep_error(failed, 0.0)
+                elif self.problem is not None and (not self._is_full or verb == "put"):
                     self.problem = None
                 return answer
         finally:

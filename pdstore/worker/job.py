@@ -199,7 +199,7 @@ class Job:
 
     def start_clock(self) -> None:
         """Starts the time limit, after the job has waited for earlier jobs."""
-        self.deadline = Deadline(self._seconds)
+        self.deadline.at = Deadline(self._seconds).at  # also for who waits until it already
 
     def begin_child(
         self, goes_on: Callable[[Job], bool], left: Callable[[ChildJob], None]

@@ -7,6 +7,7 @@ import pytest
 from pdstore.errors import StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
+from pdstore.native.arena import Filled
 from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.wrappers import GuardedStore, WrapperStore, problem_of
@@ -95,6 +96,8 @@ def test_want_of_room_is_a_problem_until_a_put_succeeds():
     assert problem_of(wrapped) == "full"
     wrapped.put(KEYS, slots)
     assert problem_of(wrapped) is None
+    wrapped.wrapped.around("put", lambda _: Filled([], 0, StoreFull("full too")), KEYS)
+    assert problem_of(wrapped) == "full too"
     assert problem_of(Scripted()) is None
 
 

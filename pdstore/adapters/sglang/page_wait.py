@@ -21,11 +21,9 @@ from pdstore.store.watch import Pace
 class PageWait:
     """Waits until the first page that was missing from a batch of a prompt's pages is stored.
 
-    SGLang asks for each page of a prompt only once, when P may not have stored it yet. One thread
-    of SGLang asks for the pages of all requests. SGLang passes no hand-off, so pdstore is not told
-    whether P stores the prompt at all. But P stores all pages of a prompt one after another: a page
-    that appears during the wait shows that P will store the other pages. These pages are called
-    expected, and a load waits for them.
+    SGLang asks for each page of a prompt only once, on one thread for all requests, and passes no
+    hand-off. But P stores all pages of a prompt one after another: a page that appears during the
+    wait shows that P will store the others. These are called expected, and a load waits for them.
 
     Waits have three limits: the time without a new page, the time of a wait together with the load
     after it, and the number of successive waits in which no page appeared. When that number is
@@ -35,8 +33,7 @@ class PageWait:
 
     settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait together with the load after it.
     stall_s: after so many seconds without a new page, a wait or a load ends.
-    batch_pages: the maximum number of pages that SGLang asks for at once. After a batch of that
-      size, SGLang probably asks for another batch of the same prompt.
+    batch_pages: the most pages that SGLang asks for at once; another batch probably follows these.
     most_vain: after so many successive waits without a new page, the rest begins.
     rest_s: the seconds of the rest. A batch whose pages are all stored ends the rest early.
     clock: returns monotonic seconds.

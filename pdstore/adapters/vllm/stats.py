@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from prometheus_client import values as kept
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -84,8 +85,7 @@ class StepMetrics(Metrics):
     """Metrics that also collect the changes since the last step.
 
     Decision: each change is recorded when it is made. Without such records, each step would have to
-    compare all 540 samples of the registry, which takes milliseconds, but a step changes only a few
-    of them.
+    compare all 540 samples of the registry, which takes milliseconds. A step changes only a few.
     """
 
     def __init__(self) -> None:
@@ -94,6 +94,7 @@ class StepMetrics(Metrics):
         self._gauges: dict[str, Callable[[], float]] = {}  # by key
         self._sent_gauges: dict[str, float] = {}
         self._gauges_at = 0.0
+        kept.ValueClass = kept.MutexValue  # else vLLM's PROMETHEUS_MULTIPROC_DIR has them, too
         super().__init__()
 
     def pop(self) -> PDStoreStats | None:

@@ -340,8 +340,7 @@ class OpenSaves:
     def cancel_step(self) -> None:
         """Ends the step and cancels the open saves, which may lack layers.
 
-        When a cancelled save has ended, D is told that its hand-off failed, and the save's blocks
-        are freed.
+        At the end of a cancelled save its blocks are freed, and D is told that the hand-off failed.
         """
         for save in self._open:
             save.job.cancel()

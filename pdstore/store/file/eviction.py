@@ -37,7 +37,7 @@ class Evictor:
     Each process counts the bytes that it puts, and scans the whole directory after every 5 % of the
     budget, with the directory's lock. It deletes tails and markers that are past their time, and
     then values that are neither leased nor fresh, the least recently used first, until no more than
-    90 % of the budget is used. So n processes may exceed the budget by (n - 2) * 5 %, and by more
+    90 % of the budget is used. So n processes may exceed the budget by (n - 1) * 10 %, and by more
     if a scan takes as long as the puts of 5 %.
 
     While a large pool is within its budget, a thread scans it and the puts go on.
@@ -127,6 +127,7 @@ class Evictor:
         spared: names of files that are not evicted. Returns whether the new values have room.
         """
         needed = sum(map(_on_disk, sizes))
+        self.attainable = min(self.budget, room_of(self._directory, self.budget))
         tries = (self._evict(needed, _PATIENCE_S, spared) for _ in range(3))  # others take room
         return any(is_done and self._used + needed <= self.budget for is_done in tries)
 
@@ -190,8 +191,7 @@ class Evictor:
 
         Deletes at least `to_free` bytes if enough values are neither leased nor fresh. Returns
         False if another thread or process evicts for longer than `patience_s`.
-        spared: if not empty, all other blocks and tails may be evicted, until `to_free` new bytes
-          have room.
+        spared: if not empty, all other blocks and tails may go for `to_free` new bytes.
         """
         end = time.monotonic() + patience_s
         while (lock := self._directory.lock()) is None:

@@ -1,7 +1,6 @@
 """Values as files: functions that read, write and lease files in turn; errnos as StoreErrors.
 
-This Python code neither checks nor writes checksums. libpdstore does both (`FileStore.get_right`,
-`put_sealed`).
+This Python code handles no checksums. libpdstore does (`FileStore.get_right`, `put_sealed`).
 """
 
 from __future__ import annotations

@@ -57,13 +57,11 @@ class FileStore(Store):
     finds the unfinished value of a writer that crashed. There is no fsync, because a cache need not
     survive a crash of the host. A file's modification time is the end of the value's lease, and its
     access time is the value's last use: so one utime looks a value up, leases it and counts the
-    use. Tails and markers are deleted after `PDSTORE_HANDOFF_TTL_S`, blocks when the budget needs
-    their room.
+    use. Tails and markers are deleted after `PDSTORE_HANDOFF_TTL_S`, blocks for want of room.
 
     built: returns the native library if it is built, else None: no lookup waits for a compiler.
 
-    The constructor makes the directory. Raises ConfigError or StoreDenied if the directory cannot
-    be used.
+    The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
     """
 
     def __init__(
@@ -186,6 +184,11 @@ class FileStore(Store):
                 return os.lstat(path).st_size
             except FileNotFoundError:
                 return None
+
+    def why_too_long(self, num_bytes: int) -> str | None:
+        budget = self._evictor.budget
+        why = f"{self.label}: a value of {num_bytes} bytes is more than its budget={budget}"
+        return why if num_bytes > budget else None
 
     def room(self) -> Room:
         used_bytes = sum(value.num_bytes for value in self.stored_values())

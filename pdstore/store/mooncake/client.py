@@ -80,8 +80,7 @@ class Client:
 
     label: the store's label, for messages.
     server: the server that must answer before the library is called.
-    set_up: makes the library's object and connects it; returns the code of the library's `setup`
-      if that failed.
+    set_up: makes the library's object and connects it; returns the code of a `setup` that failed.
     before_close: called before an object that was set up is closed.
     gives_up_s: if a call fails after this time, the library may have given it up. It is a little
       less than the library's 60 s, because the library has another clock.
@@ -193,6 +192,9 @@ class Client:
                 self._raw = None
                 self._suspended = raw
             self._changed.wait_for(lambda: not (self._suspended is raw and self._began))
+        while self._hangs():
+            continue
+        with self._changed:
             if self._suspended is not raw:  # another call has closed the connection
                 return
             self._close_raw(raw)
@@ -214,19 +216,21 @@ class Client:
             raw, self._raw = self._raw, None
         if raw is None:
             return
-        if is_idle := is_idle and not closed.is_over():
-            with contextlib.suppress(StoreUnavailable):
-                try:
-                    self._server.require()
-                except StoreTimeout:
-                    is_idle = False
-        if is_idle:
+        if is_idle and not closed.is_over() and not self._hangs():
             self._close_raw(raw, closed.remaining_s())
         else:
             log.warning(
                 "%s: calls still run, or the server hangs; the connection is left open", self._label
             )
             _aside.append(raw)
+
+    def _hangs(self) -> bool:
+        """True if the server hangs, as a close then would; takes half a second to find out."""
+        try:
+            self._server.require()
+        except (StoreTimeout, StoreUnavailable) as error:
+            return isinstance(error, StoreTimeout)
+        return False
 
     def _close_raw(self, raw: Raw, timeout_s: float = CLOSE_S) -> None:
         """Closes an object; keeps it for ever if the close does not end within `timeout_s`."""

@@ -64,7 +64,7 @@ class Cluster:
     def __init__(
         self, seeds: Sequence[Address], open_pool: Callable[[Address], redis.ConnectionPool]
     ) -> None:
-        self._seeds = seeds
+        self._nodes = dict.fromkeys(seeds)  # as a set in order; what has failed last comes last
         self._open_pool = open_pool
         self._clients: dict[Address, redis.Redis] = {}
         self._map: list[Address | None] | None = None
@@ -126,6 +126,7 @@ class Cluster:
             try:
                 found = _ask(self._client(address), sent, asking=is_asking)
             except RedisError as error:
+                self._nodes[address] = self._nodes.pop(address, None)
                 found = [error] * len(sent)
             for i, reply in zip(part, found, strict=True):
                 replies[i] = reply
@@ -133,6 +134,7 @@ class Cluster:
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)
         if client is None:
+            self._nodes.setdefault(address)
             made = redis.Redis(connection_pool=self._open_pool(address))
             client = self._clients.setdefault(address, made)
         return client
@@ -140,11 +142,12 @@ class Cluster:
     def _read_map(self) -> list[Address | None]:
         """Returns the master of each slot, as the first node says that returns any masters."""
         problem: RedisError = redis.ConnectionError("no node of the cluster is known")
-        for address in dict.fromkeys([*self._seeds, *self._clients]):
+        for address in list(self._nodes):
             try:
                 client = self._client(address)
                 told = client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
             except RedisError as error:
+                self._nodes[address] = self._nodes.pop(address, None)
                 problem = error
                 continue
             if not told:  # the node has left the cluster, or has not joined it yet
