@@ -182,7 +182,7 @@ def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):
         ({"arguments": {"enable_lora": True}}, "LoRA"),
         ({"interface_v1": 0}, "interface_v1"),
         ({"arguments": {"load_format": "dummy"}}, "PDSTORE_WEIGHTS"),
-        ({"url": "file://"}, "url: Extra"),
+        ({"url": "file://"}, "url: there is no such setting"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(serve, options, why):
