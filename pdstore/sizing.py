@@ -38,7 +38,7 @@ class ModelShape:
     kv_elements: elements of K and V together, of one token in one layer; for MLA, elements of the
       latent with its rope part.
     qk_dim, v_dim: elements of a query vector and of a V vector, per head.
-    active_params: parameters that compute one token: without the input embedding's table.
+    active_params: parameters that compute one token; the input embedding only looks it up.
     """
 
     name: str

@@ -298,7 +298,7 @@ class EngineRequest:
     def end_prompt(self) -> None:
         """Ends the phase "compute"; called when the answer has its first token.
 
-        A second call does nothing. An adapter calls it for all requests of a step before the next.
+        A second call does nothing. An adapter calls it for a step's requests before the next step.
         """
         if not self._is_answering:
             self._is_answering = True

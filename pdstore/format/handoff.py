@@ -193,7 +193,7 @@ class Pulse:
 
     Only one thread may call it. `asked_at` is the time, by `clock`, at which the store was asked.
 
-    instance: the other instance's id; None if it is not known or stores no beats: never silent.
+    instance: the other instance's id; None, which is never silent, if unknown or without beats.
     ring: the keys of the instance's beats; the caller asks the store which of them are stored.
     """
 

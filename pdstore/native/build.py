@@ -58,7 +58,7 @@ def build_library(
     options: options of CMake such as `-DPDSTORE_TESTING=ON`.
     directory: the directory of the builds that are kept; None: this user's cache directory.
     If several processes call it at the same time, one builds and the others wait. Raises
-    NativeError if the build fails (with its output), `directory` is read-only, or without sources.
+    NativeError if the build fails (with its output), without sources or a writable `directory`.
     """
     if not (sources / "CMakeLists.txt").exists():
         raise NativeError(

@@ -43,7 +43,8 @@ _EVICTED = (
 )
 _OTHER_TOKENS = (
     "P had {} tokens, this instance {}, not the same ones: tokenizer or chat template differ (or"
-    " adapter, images, salt, prompts): give both instances the same --tokenizer and --chat-template"
+    " adapter, images, cache_salt; or another prompt of the same request): give both instances"
+    " the same --tokenizer and --chat-template"
 )
 _OTHER_WEIGHTS = (
     "the weights' files of the prefill instance {} are {}, those here are {}, although"

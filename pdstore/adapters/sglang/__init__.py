@@ -1,8 +1,7 @@
 """pdstore as a storage backend of SGLang's HiCache.
 
-SGLang loads it with `--hicache-storage-backend dynamic`. For that,
-`--hicache-storage-backend-extra-config` names this package as `module_path` and PDStoreHiCache as
-`class_name`.
+SGLang loads it by `--hicache-storage-backend dynamic` if `--hicache-storage-backend-extra-config`
+names this package as `module_path` and PDStoreHiCache as `class_name`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class PageWait:
 
     settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait together with the load after it.
     stall_s: after so many seconds without a new page, a wait or a load ends.
-    batch_pages: the most pages that SGLang asks for at once; another batch probably follows these.
+    batch_pages: most pages that SGLang asks for at once; behind so many it probably asks for more.
     most_vain: after so many successive waits without a new page, the rest begins.
     rest_s: the seconds of the rest. A batch whose pages are all stored ends the rest early.
     clock: returns monotonic seconds.

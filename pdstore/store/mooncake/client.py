@@ -181,7 +181,7 @@ class Client:
         return codes
 
     def _end_transfers(self, raw: Raw) -> None:
-        """Waits until no call runs on a connection with given-up transfers, and then closes it.
+        """Closes a connection with given-up transfers once no call runs and the server answers.
 
         Until the close, calls are refused. The first call after it makes a new connection.
         """

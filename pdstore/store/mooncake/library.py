@@ -50,12 +50,12 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
 
     master: the master's host and port.
     metrics_port: the port of the master's HTTP server, which lists values.
-    topology: `holder`: other processes lend the memory for values; `embedded`: this one, `segment`.
+    topology: who lends memory for values. `holder`: others; `embedded`: this one, `segment` bytes.
     segment, buffer: bytes of the segment, lent if `embedded`, and of the library's own buffer.
     hostname: the address at which other clients reach this process; "" means this host's address
       towards the master.
     prefer: the segment (host:port) that a put should use if it can.
-    ssd_path: the directory to which an `embedded` process moves values from full memory, or "".
+    ssd_path: where an `embedded` process moves values when its memory is full; "": nowhere.
     connections: the number of connections that move values. Over TCP, each has its own thread of
       the library. None means 8 over TCP, else 1.
     lease: the master's --default_kv_lease_ttl, in seconds. The default is the smallest default of
