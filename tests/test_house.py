@@ -1,4 +1,4 @@
-"""The house rules that a program can check: sizes, budgets, private state, docstrings."""
+"""The house rules that a program can check: sizes, private state, docstrings."""
 
 from __future__ import annotations
 
@@ -15,39 +15,23 @@ from tests.support.house import (
     docstrings_of,
     files_of_folders,
     is_own,
-    lines_of,
     native_sources,
     python_files,
     tree_of,
 )
 
 MAX_LINES = {"pdstore": 450, "examples": 450, "benchmarks": 450, "integrations": 450, "tests": 450}
-MAX_LINES_OF_AN_INTEGRATION = 980
 MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES_OF_A_FOLDER = 15
 MIN_DOCSTRING_WORDS = 2.0
 """Words of docstrings for each statement: lines are not saved on the contracts."""
 
-BUDGET = {
-    "lines": 20_722,
-    "files": 110,
-    "small modules": 0,
-    "statements": 12_700,
-    "classes": 220,
-    "protocols": 9,
-    "packed assignments": 0,
-    "modules in circles": 0,
-    "overloaded method names": 0,
-    "lines of native sources": 5_000,
-    "lines of tests": 31_800,
-    "nightly marks": 35,
-    "lines of benchmarks, examples and integrations": 17_600,
-}
-"""Limits of the package and its neighbours; `python -m tests.support.house` prints what they count.
+NONE_OF = ("small modules", "packed assignments", "modules in circles", "overloaded method names")
+"""Counts of `python -m tests.support.house` that are always 0; totals are printed, not limited.
 
-A change may lower a number, never raise it. "packed assignments" are `self.a, self.b = a, b`, which
-save lines and no reading. "overloaded method names" are those that more than three unrelated
-classes define: who searches for one finds everything.
+"packed assignments" are `self.a, self.b = a, b`, which save lines and no reading. "overloaded
+method names" are those that more than three unrelated classes define: who searches for one finds
+everything.
 """
 RIDDLES = {"Who", "What", "That", "Whether", "And", "As", "How", "Those", "It"}
 """First words that stand for a subject instead of saying what a thing is or does."""
@@ -96,9 +80,9 @@ def test_no_function_is_too_long():
     )
 
 
-@pytest.mark.parametrize("what", BUDGET)
-def test_the_house_stays_within_its_budget(what):
-    assert counts()[what] <= BUDGET[what]
+@pytest.mark.parametrize("what", NONE_OF)
+def test_the_house_has_none_of(what):
+    assert counts()[what] == 0
 
 
 def test_a_folder_has_few_files():
@@ -112,11 +96,6 @@ def test_a_folder_has_few_files():
 
 def test_docstrings_are_not_cut_to_save_lines():
     assert docstring_words_per_statement() >= MIN_DOCSTRING_WORDS
-
-
-def test_lmcaches_distribution_stays_small():
-    files = python_files("integrations/lmcache/pdstore_lmcache")
-    assert 0 < lines_of(files) <= MAX_LINES_OF_AN_INTEGRATION
 
 
 def private_names(tree: ast.Module) -> set[str]:

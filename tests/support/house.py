@@ -192,7 +192,7 @@ def nightly_marks() -> int:
 
 @cache
 def counts() -> dict[str, int]:
-    """Returns what BUDGET of tests/test_house.py limits."""
+    """Returns what `main` prints; NONE_OF of tests/test_house.py names what is always 0."""
     files = python_files("pdstore")
     nodes = [node for file in files for node in ast.walk(tree_of(file))]
     native = [path for path in native_sources() if not {"tests", "bench"} & set(path.parts)]

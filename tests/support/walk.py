@@ -76,11 +76,6 @@ class Walk:
     def counts(self) -> dict[str, int]:
         return {what: len(getattr(self, what)) for what in ("frames", "files", "copies", "names")}
 
-    def check(self, **limits: int) -> None:
-        """Prints the walk, and fails if any of its numbers is above its limit."""
-        print(self)
-        assert {what: n for what, n in self.counts().items() if n > limits[what]} == {}
-
     def __str__(self) -> str:
         steps = [f"{number:3} {frame}" for number, frame in enumerate(self.frames, 1)]
         ends = [f"copies: {', '.join(self.copies.values())}", f"names: {', '.join(self.names)}"]
