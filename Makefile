@@ -49,11 +49,11 @@ native: setup ## Build libpdstore now, for GPUs too where nvcc is found, and say
 demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vllm STORE=file|redis|mooncake)
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
-# Whole, it is two processes, since tests often wait; each prints its part when it has ended.
+# Whole, it is two processes, since tests often wait.
 APART := tests/examples tests/deploy tests/benchmarks tests/store/mooncake
 test: setup ## The test suite
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory -k -j2 -O test-apart test-others
+	@MAKE='$(MAKE)' scripts/test_in_two.sh
 else
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(ARGS)
 endif

@@ -15,7 +15,7 @@ import pytest
 
 from pdstore import Reason
 from tests.support.listeners import addresses_of
-from tests.support.mini_engine_kit import Asked, ask, opening_engines, until
+from tests.support.mini_engine_kit import Asked, ask, opening_engines
 from tests.support.mini_process import MiniProcess
 from tests.support.seal_key import write_seal_key
 from tests.support.secret import (
@@ -69,8 +69,8 @@ def seen(checkpoints, tmp_path_factory):
             MiniProcess(stack, directory, role, checkpoint, **pd, **key_file(role, *keys))
             for role, keys in (("prefill", [KEY]), ("decode", [OTHER_KEY, KEY]))
         )
-        until(p.is_ready)
-        until(d.is_ready)
+        p.wait_ready()
+        d.wait_ready()
         addresses = [address for one in (p, d) for address in addresses_of(one.port)]
         alone = p.ask(prompt=PROMPT).json()
         params = p.ask(prompt=PROMPT, max_tokens=1).json()["kv_transfer_params"]

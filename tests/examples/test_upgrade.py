@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from pdstore.format.keys import FORMAT_VERSION
-from tests.support.mini_engine_kit import PULL, ask, decode, hand_over, pd_of, prompt_of, until
+from tests.support.mini_engine_kit import PULL, ask, decode, hand_over, pd_of, prompt_of
 from tests.support.mini_process import MiniProcess, other_version
 
 PROMPT, OTHER_PROMPT = prompt_of(150, seed=1), prompt_of(150, seed=2)
@@ -40,7 +40,7 @@ def start_other(checkpoints, pd, tmp_path):
                 PDSTORE_STAGING="8MiB",
                 PDSTORE_NATIVE="off",
             )
-            until(other.is_ready)
+            other.wait_ready()
             return other
 
         yield start

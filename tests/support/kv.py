@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -102,10 +103,24 @@ class Instance:
         self.cache.close()
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> object:
-    """Waits until the condition holds and returns its value."""
-    deadline = time.monotonic() + timeout_s
+MOST_PATIENCE = 4.0
+
+
+def patience() -> float:
+    """Returns how many times longer than on an idle machine a wait may take, by the load."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return min(MOST_PATIENCE, max(1.0, load / cores))
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0, log=lambda: "") -> object:
+    """Waits until the condition holds and returns its value.
+
+    timeout_s: seconds on an idle machine; a busy one gets more.
+    log: returns what a failure shows, such as what the awaited process has printed.
+    """
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition did not come true in time"
+        late = time.monotonic() - began > timeout_s * patience()
+        assert not late, f"the condition did not come true in time\n{log()}"
         time.sleep(0.001)
     return value

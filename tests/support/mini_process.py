@@ -15,6 +15,7 @@ import httpx
 from examples.make_checkpoint import ROOT
 from examples.ports import free_port
 from tests.support.child import child
+from tests.support.kv import eventually
 from tests.support.mini_engine_kit import DEADLINE_S
 
 
@@ -43,7 +44,11 @@ class MiniProcess:
             child(command, cwd=checkout, env=environment, stdout=output, stderr=subprocess.STDOUT)
         )
 
-    def is_ready(self) -> bool:
+    def wait_ready(self) -> None:
+        """Returns when it serves; a failure shows its log."""
+        eventually(self._is_ready, DEADLINE_S, lambda: self.log)
+
+    def _is_ready(self) -> bool:
         assert self._process.poll() is None, self.log
         try:
             return httpx.get(f"{self._url}/health").status_code == 200
