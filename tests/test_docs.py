@@ -26,7 +26,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glo
 DOCUMENTS += DECISIONS
 
 
-MAX_README_LINES = 130
+MAX_README_LINES = 150
 MAX_SETTINGS = 25
 
 
