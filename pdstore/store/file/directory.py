@@ -1,6 +1,7 @@
 """PoolDirectory: where a file store's values lie on disk, and where unfinished ones are written.
 
-<root>/pool.lock                marks a pool; the process that holds this file's flock may evict
+<root>/pool.lock                marks a pool; the process that holds this file's flock may evict;
+                                its modification time is the file system's time, asked by touching
 <root>/<00..ff>/<key>           a value's bytes; the file's modification time is its lease's end
 <root>/tmp/<pid>-<random>-<n>   a value that is being written
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from pdstore.errors import ConfigError, StoreDenied
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import Library
+from pdstore.store.file.clock import FileSystemClock
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
@@ -49,6 +51,7 @@ class PoolDirectory:
     It never lists or deletes anything behind a symbolic link. Raises ConfigError for a path that
     cannot be a pool, StoreDenied for a directory of another user.
 
+    clock: the time of its file system, by which leases and uses are counted.
     built: returns the native library, or None. It lists and deletes many files in one call, because
       a thread that waits for Python's lock once a file slows an engine's thread down.
     """
@@ -60,6 +63,7 @@ class PoolDirectory:
         self._tmp = root / "tmp"
         self._writer = f"{self._tmp}/{os.getpid()}-{secrets.token_hex(8)}"
         self._numbers = itertools.count()
+        self.clock = FileSystemClock(self._touch)
         self._check_root()
         self.repair()
 
@@ -110,6 +114,19 @@ class PoolDirectory:
         except FileNotFoundError:
             self.repair()
             return try_lock(f"{self.root}/{_POOL_LOCK}")
+
+    def _touch(self) -> int:
+        """Has the file system stamp `pool.lock`; returns the time that it wrote.
+
+        This also keeps the file from programs that delete what nobody has touched for days.
+        """
+        path = f"{self.root}/{_POOL_LOCK}"
+        try:
+            os.utime(path, follow_symlinks=False)
+        except FileNotFoundError:
+            self.repair()
+            os.utime(path, follow_symlinks=False)
+        return os.lstat(path).st_mtime_ns
 
     def sweep(self) -> None:
         """Deletes unfinished values that are so old that their writers must be dead.

@@ -112,7 +112,7 @@ class Evictor:
             with contextlib.suppress(FileNotFoundError):
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
                     self._oldest = oldest[n:]
-                    return max(0, time.time_ns() - self._used_at(file)) / _S
+                    return max(0, self._directory.clock.now_ns() - self._used_at(file)) / _S
         self._put_since_scan = self.budget
         return None
 
@@ -137,7 +137,7 @@ class Evictor:
         This makes room for a marker, for which a peer waits, on a disk without free bytes or
         inodes. The newest values are most likely a part of the save that did not fit.
         """
-        now = time.time_ns()
+        now = self._directory.clock.measured_ns()
         kinds = (Kind.BLOCK, Kind.TAIL)
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
         files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
@@ -214,7 +214,7 @@ class Evictor:
 
     def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
         """Scans and deletes; returns how many bytes are left, and how many were deleted."""
-        now = time.time_ns()
+        now = self._directory.clock.measured_ns()
         self._directory.sweep()
         used = 0
         expired, candidates = [], []
@@ -246,7 +246,7 @@ class Evictor:
         return used, freed
 
     def _used_at(self, file: StoredFile) -> int:
-        """Returns when a value was last looked up, which leased it, or put; like `time.time_ns`.
+        """Returns when a value was last looked up, which leased it, or put: its file system's time.
 
         The access time would not do: a read moves it, so a chain's last blocks would go last.
         """

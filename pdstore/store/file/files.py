@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import resource
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -109,14 +108,15 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
     return Ended(len(paths), 0)
 
 
-def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
+def renew_leases(paths: Sequence[str], now: int, lease_s: float, library: Library | None) -> Ended:
     """Renews the leases of files in turn, until one is missing or fails.
 
     The lease of each file ends 1 ns earlier than that of the file before, so that the last blocks
     of a prompt are evicted first. The native library renews all leases in one call, so that the
     caller waits only once for Python's lock.
+
+    now: the time of the file system, in nanoseconds.
     """
-    now = time.time_ns()
     end = now + int(lease_s * 1e9)
     if library is not None:
         return Ended(*library.lease_files(paths, now, end))

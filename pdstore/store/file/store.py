@@ -79,9 +79,9 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
-        self._bell = Bell(root)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root, built)
+            self._bell = Bell(root, self._directory.clock.now_ns)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
@@ -107,7 +107,9 @@ class FileStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         paths = self._enter(keys)
         library = self._built() if len(keys) > 1 else None
-        return self._count(keys, renew_leases(paths, self._lease_s, library))
+        with named_error(self.label, "cannot stamp its files"):
+            now = self._directory.clock.now_ns()
+        return self._count(keys, renew_leases(paths, now, self._lease_s, library))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         paths = self._enter(keys)
@@ -170,8 +172,8 @@ class FileStore(Store):
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         self._lifecycle.check()
-        now = time.time_ns()
         with named_error(self.label, "cannot be listed"):
+            now = self._directory.clock.now_ns()
             for file in self._directory.files():
                 if file.name.startswith(prefix):
                     age_s = max(0, now - file.atime_ns) / 1e9
