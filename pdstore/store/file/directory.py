@@ -79,6 +79,18 @@ class PoolDirectory:
         """Deletes a value; a missing value is no error."""
         _delete(self.path(key))
 
+    def move_away(self, path: str) -> bool:
+        """Takes a value that cannot be read out of the way; returns whether that worked.
+
+        It stays among the unfinished values until `sweep` deletes it.
+        """
+        try:
+            os.rename(path, self.temporary())
+        except OSError:
+            with contextlib.suppress(OSError):
+                _delete(path)
+        return not os.path.lexists(path)
+
     def delete_all(self, prefix: str) -> None:
         """Deletes all values whose keys begin with `prefix`."""
         for place in self._places:
@@ -87,9 +99,18 @@ class PoolDirectory:
                     _delete(f"{place}/{name}")
 
     def files(self) -> Iterator[StoredFile]:
-        """Yields all values, in no order; a value deleted before the end may be left out."""
+        """Yields all values, in no order; a value deleted before the end may be left out.
+
+        What cannot be looked at is left out, too. Raises OSError if nothing else is there.
+        """
+        errors: list[OSError] = []
+        is_any = False
         for place in self._places:
-            yield from self._listed(place)
+            for file in self._listed(place, errors):
+                is_any = True
+                yield file
+        if errors and not is_any:
+            raise errors[0]
 
     def delete_unchanged(self, files: Sequence[StoredFile]) -> list[int]:
         """Deletes values. Returns an errno for each, or 0; EBUSY: leased since the listing."""
@@ -137,19 +158,24 @@ class PoolDirectory:
         """
         with contextlib.suppress(FileNotFoundError):
             oldest = os.lstat(self._tmp).st_mtime_ns - _ABANDONED_NS
-            for file in self._listed(str(self._tmp)):
+            for file in self._listed(str(self._tmp), []):
                 if file.mtime_ns < oldest:
                     _delete(file.path)
 
-    def _listed(self, folder: str) -> Iterator[StoredFile]:
-        names = _names(folder)
+    def _listed(self, folder: str, errors: list[OSError]) -> Iterator[StoredFile]:
+        """Yields a folder's files. What cannot be looked at adds an error instead."""
+        try:
+            names = _names(folder)
+        except OSError as error:
+            errors.append(error)
+            return
         paths = [f"{folder}/{name}" for name in names]
         library = self._built()
         facts = map(_facts_of, paths) if library is None else library.stat_files(paths)
         for path, name, (size, mtime_ns, atime_ns) in zip(paths, names, facts, strict=True):
             if size < 0 < mtime_ns:
-                raise OSError(mtime_ns, os.strerror(mtime_ns), path)
-            if size >= 0:
+                errors.append(OSError(mtime_ns, os.strerror(mtime_ns), path))
+            elif size >= 0:
                 yield StoredFile(path, name, size, mtime_ns, atime_ns)
 
     def _check_root(self) -> None:
@@ -198,11 +224,14 @@ def _delete_unchanged(file: StoredFile) -> int:
 
 def _facts_of(path: str) -> tuple[int, int, int]:
     """Returns what `Library.stat_files` returns for a file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         status = os.lstat(path)
-        if not stat.S_ISDIR(status.st_mode):
-            return status.st_size, status.st_mtime_ns, status.st_atime_ns
-    return -1, 0, 0
+    except OSError as error:
+        why = error.errno or errno.EIO
+        return -1, 0 if why in (errno.ENOENT, errno.ENOTDIR) else why, 0
+    if stat.S_ISDIR(status.st_mode):
+        return -1, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_atime_ns
 
 
 def _names(path: str) -> list[str]:

@@ -38,6 +38,11 @@ _KINDS: dict[int, type[StoreError]] = {
     **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENXIO), WrongLength),  # no regular file
     OTHER_LENGTH: WrongLength,
 }
+UNREADABLE = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "EACCES", "EPERM", "ESTALE", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENODATA")
+)
+"""Errnos that may be about one file alone: a bad sector, another owner, a stale handle."""
 
 
 def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
@@ -108,16 +113,15 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
     return Ended(len(paths), 0)
 
 
-def renew_leases(paths: Sequence[str], now: int, lease_s: float, library: Library | None) -> Ended:
+def renew_leases(paths: Sequence[str], now: int, end: int, library: Library | None) -> Ended:
     """Renews the leases of files in turn, until one is missing or fails.
 
     The lease of each file ends 1 ns earlier than that of the file before, so that the last blocks
     of a prompt are evicted first. The native library renews all leases in one call, so that the
     caller waits only once for Python's lock.
 
-    now: the time of the file system, in nanoseconds.
+    now, end: the time of the file system and the first lease's end, in nanoseconds.
     """
-    end = now + int(lease_s * 1e9)
     if library is not None:
         return Ended(*library.lease_files(paths, now, end))
     num_done = 0
@@ -128,6 +132,17 @@ def renew_leases(paths: Sequence[str], now: int, lease_s: float, library: Librar
     except OSError as error:
         return Ended(num_done, error.errno or 0)
     return Ended(num_done, 0)
+
+
+def can_read(path: str) -> bool:
+    """Returns whether the first byte of a file can be read."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, _READ)
+        try:
+            return len(os.read(fd, 1)) == 1
+        finally:
+            os.close(fd)
+    return False
 
 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:

@@ -16,7 +16,7 @@ from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
-from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
+from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings, cache_directory
@@ -26,7 +26,9 @@ from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
     FULL,
+    UNREADABLE,
     Ended,
+    can_read,
     error_of,
     named_error,
     read_values,
@@ -35,12 +37,15 @@ from pdstore.store.file.files import (
 )
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
 _MANY = 64  # a match of so many keys or more is made by the native library
 _MOST_PATHS = 8192
+_NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
+_QUIET_S = 60.0
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
 """A function that writes some of the values of one `put` to their paths, as `write_values` does.
@@ -79,6 +84,7 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
+        self._quiet = Deadline(0.0)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root, built)
             self._bell = Bell(root, self._directory.clock.now_ns)
@@ -109,7 +115,14 @@ class FileStore(Store):
         library = self._built() if len(keys) > 1 else None
         with named_error(self.label, "cannot stamp its files"):
             now = self._directory.clock.now_ns()
-        return self._count(keys, renew_leases(paths, now, self._lease_s, library))
+        end = now + int(self._lease_s * 1e9)
+
+        def renew(start: int) -> Ended:
+            return renew_leases(paths[start:], now, end - start, library)
+
+        return self._serve(
+            keys, paths, renew, lambda path: not renew_leases([path], now, end, None).why
+        )
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         paths = self._enter(keys)
@@ -126,7 +139,11 @@ class FileStore(Store):
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)
-        return self._count(keys, read_values(paths, slots))
+
+        def read(start: int) -> Ended:
+            return read_values(paths[start:], slots.part(start, len(keys)))
+
+        return self._serve(keys, paths, read, can_read)
 
     def get_right(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
@@ -273,12 +290,40 @@ class FileStore(Store):
         self._lifecycle.enter(keys, slots)
         return list(map(self._path_of, keys))  # cached, because the same keys come again
 
-    def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
-        """Returns how many values were found; a missing file is no error. Raises StoreError."""
-        n, why = ended
-        if why not in (0, errno.ENOENT):
-            raise error_of(self.label, why, keys[n], n)
-        return n
+    def _serve(
+        self,
+        keys: Sequence[BlockKey],
+        paths: Sequence[str],
+        serve: Callable[[int], Ended],
+        can_serve: Callable[[str], bool],
+    ) -> int:
+        """Returns how many leading values a call serves; a missing file is no error.
+
+        A value that fails alone counts as missing and is moved away, so that a put stores it again.
+
+        serve: serves the values from an index on. can_serve: tries the same for one path.
+        Raises StoreError.
+        """
+        n, why = serve(0)
+        if why in (0, errno.ENOENT):
+            return n
+        if why in UNREADABLE and self._is_alone(paths, n, can_serve):
+            self._give_up(paths[n], why)
+            return n
+        raise error_of(self.label, why, keys[n], n)
+
+    def _is_alone(self, paths: Sequence[str], n: int, can_serve: Callable[[str], bool]) -> bool:
+        """Returns whether another value can be served now, so that the store works."""
+        pool_id = self._path_of(POOL_ID_KEY)
+        others = [*paths[max(0, n - 1) : n], pool_id, *paths[n + 1 : n + 1 + _NEIGHBOURS]]
+        return any(can_serve(path) for path in others if path != paths[n])
+
+    def _give_up(self, path: str, why: int) -> None:
+        is_moved = self._directory.move_away(path)
+        if self._quiet.is_over():
+            self._quiet = Deadline(_QUIET_S)
+            what = "it is moved away, to be stored again" if is_moved else "delete it"
+            log.warning("%s cannot be read (%s), and others can: %s", path, os.strerror(why), what)
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
