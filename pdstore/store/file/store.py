@@ -35,6 +35,7 @@ from pdstore.store.file.files import (
     renew_leases,
     write_values,
 )
+from pdstore.store.file.mount import Doubt, NameCheck, mount_of
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 from pdstore.threads import Deadline
@@ -67,6 +68,8 @@ class FileStore(Store):
     built: returns the native library if it is built, else None: no lookup waits for a compiler.
 
     The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
+
+    doubts: what may not work as the user expects; also logged.
     """
 
     def __init__(
@@ -91,11 +94,12 @@ class FileStore(Store):
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
+        self._mount = mount_of(root)
         readable = ByteSize(self._evictor.budget).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
-        self.doubts = list(_doubts_of(self._evictor))
-        for doubt in self.doubts:
-            log.warning("%s: %s: %s", self.label, *doubt)
+        self.doubts = [*_doubts_of(self._evictor), *self._mount.doubts()]
+        for _, said, remedy in self.doubts:
+            log.warning("%s: %s: %s", self.label, said, remedy)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
@@ -128,8 +132,16 @@ class FileStore(Store):
         paths = self._enter(keys)
         library = self._built() if len(keys) >= _MANY else None
         if library is not None:
-            return library.find_files(paths)
-        return [os.access(path, os.F_OK) for path in paths]
+            found = library.find_files(paths)
+        else:
+            found = [os.access(path, os.F_OK) for path in paths]
+        if self._mount.remembers_misses and not all(found):
+            check = NameCheck(self.root)
+            return [
+                is_there or check.is_there(path)
+                for is_there, path in zip(found, paths, strict=True)
+            ]
+        return found
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
@@ -305,6 +317,12 @@ class FileStore(Store):
         Raises StoreError.
         """
         n, why = serve(0)
+        check = NameCheck(self.root)
+        while why == errno.ENOENT and self._mount.remembers_misses and check.is_there(paths[n]):
+            more, why = serve(n)
+            n += more
+            if not more:  # it is gone again
+                break
         if why in (0, errno.ENOENT):
             return n
         if why in UNREADABLE and self._is_alone(paths, n, can_serve):
@@ -342,13 +360,14 @@ def _options_of(url: StoreURL) -> dict[str, Any]:
     return {"root": root, "budget": budget, "lease_s": lease_s}
 
 
-def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
-    """Yields a problem and its remedy if the budget is larger than what the file system has."""
+def _doubts_of(evictor: Evictor) -> Iterator[Doubt]:
+    """Yields a doubt if the budget is larger than what the file system has."""
     if evictor.attainable < evictor.budget:
         budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
         said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
         less = ByteSize(most * 9 // 10).human_readable()
-        yield said, f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
+        remedy = f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
+        yield Doubt("budget", said, remedy)
 
 
 def _check_sizes(slots: Slots) -> None:

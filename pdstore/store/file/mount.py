@@ -1,0 +1,111 @@
+"""Mount: the file system that a pool's directory lies on; what it remembers of names, and lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_NFS = frozenset({"nfs", "nfs4"})
+_OF_OTHERS = ("cifs", "smb3", "9p", "virtiofs", "fuse")  # clients that keep names for a while
+_LOOKS_ALWAYS = frozenset({"lookupcache=none", "lookupcache=positive", "lookupcache=pos"})
+_ELSEWHERE = "/proc/self/status"  # a file on another mount than any pool
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Doubt(NamedTuple):
+    """A thing that may not work as the user expects: what it is about, and what to change."""
+
+    subject: str
+    said: str
+    remedy: str
+
+
+class Mount(NamedTuple):
+    """A mounted file system: its type, as in /proc/self/mountinfo, and its options."""
+
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def remembers_misses(self) -> bool:
+        """True if this host's kernel may believe for seconds that a name is missing.
+
+        Another host may have made a file of that name meanwhile.
+        """
+        if self.kind in _NFS:
+            return not self.options & _LOOKS_ALWAYS
+        return self.kind.split(".")[0].startswith(_OF_OTHERS)
+
+    def doubts(self) -> Iterator[Doubt]:
+        """Yields a doubt if hosts learn late what others have put."""
+        if self.kind in _NFS and self.remembers_misses:
+            said = f"{self.kind} keeps for up to a minute that a name is missing"
+            yield Doubt("mount", said, "mount it with lookupcache=positive on every host")
+
+
+def mount_of(path: Path, mounts: str | None = None) -> Mount:
+    """Returns the mount that a path lies on; one without a type if the system does not tell.
+
+    mounts: as in /proc/self/mountinfo; None reads that. Of several mounts at the nearest directory
+      above the path, the last one counts.
+    """
+    if mounts is None:
+        try:
+            mounts = _MOUNTS.read_text()
+        except OSError:
+            return Mount("", frozenset())
+    path, nearest, found = Path(os.path.realpath(path)), Path(), Mount("", frozenset())
+    for line in mounts.splitlines():
+        here, _, there = line.partition(" - ")
+        point = Path(here.split()[4].encode().decode("unicode_escape"))
+        if path.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
+            nearest = point
+            kind, _, options = there.split(maxsplit=2)
+            found = Mount(kind, frozenset(options.split(",")))
+    return found
+
+
+class NameCheck:
+    """Asks a file system again for names that this host's kernel may wrongly believe missing.
+
+    root: the pool's directory. Use one for each call of the store: it asks for a folder once.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._asked: set[str] = set()
+
+    def is_there(self, path: str) -> bool:
+        """Returns whether the file system now has a file at a path of the pool.
+
+        An NFS client asks its server about a directory that is opened, and then looks again for
+        names in it. Other clients look again for a name that is to be made: a link to it from
+        another mount always fails, with EEXIST if the name is there.
+        """
+        folder = os.path.dirname(path)
+        for one in (self._root, folder):
+            if one not in self._asked:
+                self._asked.add(one)
+                with contextlib.suppress(OSError):
+                    os.close(os.open(one, _FOLDER))
+        if not _would_be_new(path):
+            return True
+        if not os.access(folder, os.F_OK) and not _would_be_new(folder):
+            return not _would_be_new(path)
+        return os.access(path, os.F_OK)
+
+
+def _would_be_new(path: str) -> bool:
+    """Returns False if a name surely exists. Makes nothing."""
+    try:
+        os.link(_ELSEWHERE, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    os.unlink(path)  # never: a link from one mount to another cannot be made
+    return True
