@@ -15,7 +15,7 @@ from pdstore.store.file.mount import Mount, NameCheck, mount_of
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put
-from tests.support.file_pool import SIZE
+from tests.support.file_pool import SIZE, fill
 from tests.support.fuse_mount import mounted
 from tests.support.kv import Instance
 
@@ -32,6 +32,9 @@ class Telling(FileStore):
         found = super().which_stored(keys)
         self.looks.release()
         return found
+
+
+SLOW = {"attr_timeout": 60, "entry_timeout": 60}
 
 
 @pytest.fixture
@@ -100,6 +103,21 @@ def test_a_d_that_looks_before_p_saves_takes_the_hand_off(hosts, closed_after):
         found = look.wait(40.0)
         assert (found.num_tokens, found.reason) == (601, None)
         assert d.pool.load(found.keys, blocks).wait(30.0).num_tokens == 601
+
+
+def test_a_lease_of_another_host_is_seen_though_the_old_time_is_kept(
+    tmp_path, library, closed_after
+):
+    with mounted(tmp_path / "p") as p, mounted(tmp_path / "d", p.behind, SLOW) as d:
+        leasing, evicting = (
+            closed_after(FileStore(host.at / "pool", budget=20 * SIZE, built=lambda: library))
+            for host in (p, d)
+        )
+        keys = fill(evicting, 12, age_s=300)
+        assert evicting.room().used_bytes >= 12 * SIZE, "its kernel keeps the times"
+        assert leasing.match(keys) == 12
+        fill(evicting, 16, age_s=100)
+        assert {path.name for path in p.behind.glob("pool/??/*")} >= set(keys)
 
 
 def mounts_with(kind, options, point="/mnt/pool"):
