@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _NFS = frozenset({"nfs", "nfs4"})
 _OF_OTHERS = ("cifs", "smb3", "9p", "virtiofs", "fuse")  # clients that keep names for a while
 _LOOKS_ALWAYS = frozenset({"lookupcache=none", "lookupcache=positive", "lookupcache=pos"})
+_OCTAL = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks, tabs and backslashes so
 _ELSEWHERE = "/proc/self/status"  # a file on another mount than any pool
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -61,7 +63,7 @@ def mount_of(path: Path, mounts: str | None = None) -> Mount:
     path, nearest, found = Path(os.path.realpath(path)), Path(), Mount("", frozenset())
     for line in mounts.splitlines():
         here, _, there = line.partition(" - ")
-        point = Path(here.split()[4].encode().decode("unicode_escape"))
+        point = Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), here.split()[4]))
         if path.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
             nearest = point
             kind, _, options = there.split(maxsplit=2)

@@ -151,10 +151,10 @@ def test_mounts_whose_clients_remember_misses_are_known(
 
 
 def test_a_mount_at_a_name_with_a_blank_is_found_and_the_last_of_several_counts(tmp_path):
-    (tmp_path / "a b").mkdir()
-    point = str(tmp_path / "a b").replace(" ", "\\040")
+    (tmp_path / "ä b").mkdir()
+    point = str(tmp_path / "ä b").replace(" ", "\\040")
     text = mounts_with("tmpfs", "rw", point) + mounts_with("nfs4", "rw", point)
-    assert mount_of(tmp_path / "a b" / "pool", text).kind == "nfs4"
+    assert mount_of(tmp_path / "ä b" / "pool", text).kind == "nfs4"
     assert mount_of(tmp_path, text).kind == "ext4"
     assert mount_of(tmp_path, "") == Mount("", frozenset())
 
