@@ -13,10 +13,11 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +25,16 @@ from pdstore.errors import ConfigError, StoreDenied
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import Library
 from pdstore.store.file.clock import FileSystemClock
+from pdstore.store.file.mount import check_abilities
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
 _ABANDONED_NS = 600 * 10**9  # an unfinished value that is older has no writer any more
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_VALUE = re.compile("pds1:.+")
+_UNFINISHED = re.compile("[0-9]+-[0-9a-f]{16}-[0-9]+(-[0-9]+)?(:[01])?")
+_PIPE = re.compile(r"\.?[0-9a-z]+-[0-9]+-[0-9a-f]{8}")
+_OF_MOUNTS = (".nfs", ".fuse_hidden")  # deleted files that a process of this host has open
 _NOT_OURS = frozenset({"lost+found"})  # a new file system may contain it
 
 
@@ -66,6 +72,7 @@ class PoolDirectory:
         self.clock = FileSystemClock(self._touch)
         self._check_root()
         self.repair()
+        check_abilities(root, self.temporary(), self.clock.now_ns)
 
     def path(self, key: BlockKey) -> str:
         """Returns where a key's value is, or would be."""
@@ -185,21 +192,41 @@ class PoolDirectory:
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"file://{root} is not a directory: name another one") from error
         status = root.stat()
+        inside = f"file://{root}/pool"
         if status.st_uid != os.geteuid():
+            where = f"a folder in it, {inside}" if os.access(root, os.W_OK) else "another directory"
             raise StoreDenied(
                 f"file://{root} belongs to user {status.st_uid}, not to {os.geteuid()}:"
-                " chown it, or name a directory of this user"
+                f" chown it, or name {where}"
             )
         if stat.S_IMODE(status.st_mode) & 0o022:
             raise StoreDenied(
-                f"file://{root} can be written by other users: chmod 700 it, or name another one"
+                f"file://{root} can be written by other users:"
+                f" chmod 700 it, or name a folder in it, {inside}"
             )
         names = set(os.listdir(root)) - _NOT_OURS
-        if names and _POOL_LOCK not in names:
+        other = self._other_file(names) if names and _POOL_LOCK not in names else None
+        if other is not None:
             raise ConfigError(
-                f"file://{root} holds other files ({min(names)}) and is no pool:"
+                f"file://{root} holds other files ({other}) and is no pool:"
                 " name an empty or a new directory, because old values are deleted from it"
             )
+
+    def _other_file(self, names: Collection[str]) -> str | None:
+        """Returns a file that no pool has; None in a pool whose `pool.lock` somebody deleted.
+
+        Programs that delete old files have left only those that were in use.
+        """
+        places = {os.path.basename(place) for place in self._places}
+        patterns = {**dict.fromkeys(places, _VALUE), "tmp": _UNFINISHED, "bells": _PIPE}
+        for name in sorted(names):
+            folder = self.root / name
+            if name not in patterns or not stat.S_ISDIR(folder.lstat().st_mode):
+                return name
+            for inside in _names(str(folder)):
+                if not patterns[name].fullmatch(inside) and not inside.startswith(_OF_MOUNTS):
+                    return f"{name}/{inside}"
+        return None if places & set(names) else min(names)
 
 
 def _delete(path: str) -> None:

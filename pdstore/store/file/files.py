@@ -53,6 +53,8 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
         status = os.statvfs(label.partition("://")[2])
         if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put needs up to 2
             text, remedy = "no inodes are left", "delete files, or make the file system with more"
+    if why == errno.EROFS:
+        remedy = "mount it so that this instance may write: P puts values there, and D leases them"
     if why == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from pdstore.errors import ConfigError
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _NFS = frozenset({"nfs", "nfs4"})
@@ -15,6 +18,7 @@ _OF_OTHERS = ("cifs", "smb3", "9p", "virtiofs", "fuse")  # clients that keep nam
 _LOOKS_ALWAYS = frozenset({"lookupcache=none", "lookupcache=positive", "lookupcache=pos"})
 _OCTAL = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks, tabs and backslashes so
 _ELSEWHERE = "/proc/self/status"  # a file on another mount than any pool
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -111,3 +115,53 @@ def _would_be_new(path: str) -> bool:
         return True
     os.unlink(path)  # never: a link from one mount to another cannot be made
     return True
+
+
+def check_abilities(root: Path, temporary: str, now_ns: Callable[[], int]) -> None:
+    """Does to one small file what is done to each value. Raises ConfigError for what is not there.
+
+    A full disk is no lack: then it stops without an error. Raises OSError for other failures.
+
+    temporary: a path on the same file system, at which nothing is.
+    now_ns: as `FileSystemClock.now_ns`.
+    """
+    named, linked = f"{temporary}:0", f"{temporary}:1"
+
+    def stamp() -> None:
+        until = now_ns() + 3600 * 10**9
+        os.utime(linked, ns=(until, until), follow_symlinks=False)
+        if abs(os.lstat(linked).st_mtime_ns - until) > 3 * 10**9:  # FAT counts in 2 s
+            raise OSError(errno.EINVAL, "a file does not keep the modification time it is given")
+
+    with contextlib.ExitStack() as stack:
+        for path in (named, linked, temporary):
+            stack.callback(_forget, path)
+        try:
+            _make(temporary)
+            _try(root, "does not take ':' in names", lambda: _make(named))
+            _try(root, "has no hard links", lambda: os.link(named, linked))
+            _try(root, "does not set times of files", stamp)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+
+
+def _try(root: Path, lack: str, do: Callable[[], object]) -> None:
+    try:
+        do()
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
+        raise ConfigError(
+            f"the file system of {root} {lack} ({error.strerror}):"
+            " name a directory on another one, or use redis:// or mooncake:// between hosts"
+        ) from error
+
+
+def _make(path: str) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def _forget(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -181,7 +181,7 @@ def test_an_errno_is_the_error_that_says_what_to_do(why, kind):
     assert type(error) is kind
     assert error.num_done == 3
     assert str(error).startswith("file:///pool: ")
-    assert str(error).endswith(": key")
+    assert ": key" in str(error)
 
 
 def test_a_file_system_without_inodes_says_so_and_not_that_it_is_full(full_disk):
