@@ -25,7 +25,7 @@ from pdstore.errors import ConfigError, StoreDenied
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import Library
 from pdstore.store.file.clock import FileSystemClock
-from pdstore.store.file.mount import check_abilities
+from pdstore.store.file.mount import FULL, check_abilities
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
@@ -70,9 +70,13 @@ class PoolDirectory:
         self._writer = f"{self._tmp}/{os.getpid()}-{secrets.token_hex(8)}"
         self._numbers = itertools.count()
         self.clock = FileSystemClock(self._touch)
-        self._check_root()
-        self.repair()
-        check_abilities(root, self.temporary(), self.clock.now_ns)
+        try:
+            self._check_root()
+            self.repair()
+            check_abilities(root, self.temporary(), self.clock.now_ns)
+        except OSError as error:
+            if error.errno not in FULL:  # else calls fail until there is room for its directories
+                raise
 
     def path(self, key: BlockKey) -> str:
         """Returns where a key's value is, or would be."""

@@ -23,12 +23,12 @@ from pdstore.errors import (
 )
 from pdstore.native.library import Library
 from pdstore.store.base import Slots
+from pdstore.store.file.mount import FULL
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 OTHER_LENGTH = -1
 """Stands for an errno where a file does not have the expected length."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,
     errno.EPERM: StoreDenied,

@@ -18,7 +18,7 @@ _OF_OTHERS = ("cifs", "smb3", "9p", "virtiofs", "fuse")  # clients that keep nam
 _LOOKS_ALWAYS = frozenset({"lookupcache=none", "lookupcache=positive", "lookupcache=pos"})
 _OCTAL = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks, tabs and backslashes so
 _ELSEWHERE = "/proc/self/status"  # a file on another mount than any pool
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -142,7 +142,7 @@ def check_abilities(root: Path, temporary: str, now_ns: Callable[[], int]) -> No
             _try(root, "has no hard links", lambda: os.link(named, linked))
             _try(root, "does not set times of files", stamp)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
 
 
@@ -150,7 +150,7 @@ def _try(root: Path, lack: str, do: Callable[[], object]) -> None:
     try:
         do()
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise
         raise ConfigError(
             f"the file system of {root} {lack} ({error.strerror}):"

@@ -25,7 +25,6 @@ from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
-    FULL,
     UNREADABLE,
     Ended,
     can_read,
@@ -35,7 +34,7 @@ from pdstore.store.file.files import (
     renew_leases,
     write_values,
 )
-from pdstore.store.file.mount import Doubt, NameCheck, mount_of
+from pdstore.store.file.mount import FULL, NameCheck, mount_of
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
 from pdstore.threads import Deadline
@@ -95,9 +94,9 @@ class FileStore(Store):
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
         self._mount = mount_of(root)
-        readable = ByteSize(self._evictor.budget).human_readable()
+        readable = ByteSize(self._evictor.budget.num_bytes).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
-        self.doubts = [*_doubts_of(self._evictor), *self._mount.doubts()]
+        self.doubts = [*self._evictor.budget.doubts(), *self._mount.doubts()]
         for _, said, remedy in self.doubts:
             log.warning("%s: %s: %s", self.label, said, remedy)
 
@@ -217,13 +216,12 @@ class FileStore(Store):
                 return None
 
     def why_too_long(self, num_bytes: int) -> str | None:
-        budget = self._evictor.budget
-        why = f"{self.label}: a value of {num_bytes} bytes is more than its budget={budget}"
-        return why if num_bytes > budget else None
+        why = self._evictor.budget.why_too_long(num_bytes)
+        return why and f"{self.label}: {why}"
 
     def room(self) -> Room:
         used_bytes = sum(value.num_bytes for value in self.stored_values())
-        capacity = self._evictor.attainable
+        capacity = self._evictor.budget.attainable
         return Room("a directory", used_bytes, capacity, None, "the least recently used goes first")
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -259,7 +257,8 @@ class FileStore(Store):
                 else:
                     stop = n + self._evictor.admit(sizes[n:])
             if stop == n:
-                raise StoreFull(f"{self.label}: all is leased: {keys[n]}", num_done=n)
+                why = self._evictor.budget.why_full(sizes[n])
+                raise StoreFull(f"{self.label}: {why}: {keys[n]}", num_done=n)
             try:
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
@@ -358,16 +357,6 @@ def _options_of(url: StoreURL) -> dict[str, Any]:
         raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     root = Path(url.path) if url.path else cache_directory("pool")
     return {"root": root, "budget": budget, "lease_s": lease_s}
-
-
-def _doubts_of(evictor: Evictor) -> Iterator[Doubt]:
-    """Yields a doubt if the budget is larger than what the file system has."""
-    if evictor.attainable < evictor.budget:
-        budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
-        said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
-        less = ByteSize(most * 9 // 10).human_readable()
-        remedy = f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
-        yield Doubt("budget", said, remedy)
 
 
 def _check_sizes(slots: Slots) -> None:
