@@ -84,6 +84,11 @@ class Store(ABC):
         """Seconds after a match in which no put evicts the matched keys; 0: no such promise."""
         return 0.0
 
+    @property
+    def expires_blocks(self) -> bool:
+        """True if the store keeps a clock: then blocks end PDSTORE_BLOCK_TTL_S after their use."""
+        return False
+
     @abstractmethod
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored. Leases these keys and counts a use of each."""
