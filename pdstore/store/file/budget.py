@@ -45,6 +45,9 @@ class Budget:
         if not self._is_default:
             self.measure()
 
+    def __str__(self) -> str:
+        return "default" if self._is_default else _readable(self.num_bytes)
+
     @property
     def step(self) -> int:
         """The bytes of puts after which the pool is scanned."""

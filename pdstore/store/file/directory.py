@@ -1,7 +1,8 @@
 """PoolDirectory: where a file store's values lie on disk, and where unfinished ones are written.
 
 <root>/pool.lock                marks a pool; the process that holds this file's flock may evict;
-                                its modification time is the file system's time, asked by touching
+                                its modification time is the file system's time, asked by touching;
+                                it holds the budget and the lease of the process that scanned last
 <root>/<00..ff>/<key>           a value's bytes; the file's modification time is its lease's end
 <root>/tmp/<pid>-<random>-<n>   a value that is being written
 """
@@ -29,6 +30,7 @@ from pdstore.store.file.mount import FULL, check_abilities
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
+_MOST_TERMS = 200
 _ABANDONED_NS = 600 * 10**9  # an unfinished value that is older has no writer any more
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _VALUE = re.compile("pds1:.+")
@@ -146,6 +148,25 @@ class PoolDirectory:
         except FileNotFoundError:
             self.repair()
             return try_lock(f"{self.root}/{_POOL_LOCK}")
+
+    def terms(self) -> str:
+        """Returns the terms of the process that scanned last; "" if none has."""
+        with contextlib.suppress(OSError), open(f"{self.root}/{_POOL_LOCK}", "rb") as lock:
+            return lock.read(_MOST_TERMS).decode("ascii", "replace")
+        return ""
+
+    def exchange_terms(self, lock: int, mine: str) -> str:
+        """Returns the same as `terms`, and writes this process's terms if they are others.
+
+        lock: as `lock` returned it.
+        """
+        try:
+            theirs = os.pread(lock, _MOST_TERMS, 0).decode("ascii", "replace")
+            if theirs != mine:
+                os.ftruncate(lock, os.pwrite(lock, mine.encode("ascii"), 0))
+        except OSError:  # on a full disk
+            return ""
+        return theirs
 
     def _touch(self) -> int:
         """Has the file system stamp `pool.lock`; returns the time that it wrote.

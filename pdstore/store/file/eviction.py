@@ -6,17 +6,21 @@ import collections
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
 from pdstore.store.file.budget import Budget, on_disk
 from pdstore.store.file.directory import PoolDirectory, StoredFile, unlock
+from pdstore.store.file.mount import Doubt
 from pdstore.threads import Ticker
+
+log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
 _PATIENCE_S = 0.5  # a put waits so long for another thread's or process's eviction
@@ -53,6 +57,8 @@ class Evictor:
         self._directory = directory
         self._clock = clock
         self.budget = Budget(directory, budget, clock)
+        self._terms = f"budget={self.budget}&lease={lease_s:g}"
+        self._has_told = False
         self._lease_ns = int(lease_s * _S)
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
@@ -90,6 +96,13 @@ class Evictor:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
+
+    def doubts(self) -> Iterator[Doubt]:
+        """Yields doubts about the budget, and one if another process has other terms."""
+        yield from self.budget.doubts()
+        if (theirs := self._directory.terms()) not in ("", self._terms):
+            self._has_told = True
+            yield Doubt("budget", *self._differ_from(theirs))
 
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
@@ -197,6 +210,7 @@ class Evictor:
             time.sleep(0.002)
         start, began = self._clock(), self._put_since_scan
         try:
+            self._compare(self._directory.exchange_terms(lock, self._terms))
             used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
@@ -208,6 +222,19 @@ class Evictor:
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
+
+    def _compare(self, theirs: str) -> None:
+        """Warns once if another process that uses the pool has other terms."""
+        if theirs not in ("", self._terms) and not self._has_told:
+            self._has_told = True
+            label = f"file://{self._directory.root}"
+            log.warning("%s: %s: %s", label, *self._differ_from(theirs))
+
+    def _differ_from(self, theirs: str) -> tuple[str, str]:
+        return (
+            f"another process has, or had, ?{theirs}, and this one has ?{self._terms}",
+            "write the same for all: the smallest budget and the shortest lease count for all",
+        )
 
     def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
         """Scans and deletes; returns how many bytes are left, and how many were deleted."""

@@ -96,7 +96,7 @@ class FileStore(Store):
         self._mount = mount_of(root)
         readable = ByteSize(self._evictor.budget.num_bytes).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
-        self.doubts = [*self._evictor.budget.doubts(), *self._mount.doubts()]
+        self.doubts = [*self._evictor.doubts(), *self._mount.doubts()]
         for _, said, remedy in self.doubts:
             log.warning("%s: %s: %s", self.label, said, remedy)
 

@@ -105,3 +105,42 @@ def test_a_file_system_that_does_not_tell_its_size_wants_a_budget(tmp_path, capl
             assert store.make_room(fresh_keys(2), [SIZE] * 2)
             assert store.room().capacity_bytes == 20 * SIZE
             assert not store.doubts
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_told"),
+    [
+        ({"budget": 40 * SIZE}, {"budget": 20 * SIZE}, True),
+        ({"budget": 20 * SIZE}, {"budget": 40 * SIZE}, True),
+        ({"budget": 20 * SIZE}, {}, True),
+        ({"lease_s": 10.0}, {"lease_s": 60.0}, True),
+        ({"budget": 20 * SIZE}, {"budget": 20 * SIZE}, False),
+        ({}, {}, False),
+    ],
+)
+def test_processes_with_another_budget_or_lease_are_told_on_both_sides(
+    tmp_path, caplog, closed_after, theirs, ours, is_told
+):
+    first = closed_after(FileStore(tmp_path / "pool", **theirs))
+    fill(first, 1)
+    caplog.clear()
+    second = closed_after(FileStore(tmp_path / "pool", **ours))
+    fill(second, 1)
+    words = "another process has, or had, ?budget="
+    assert caplog.text.count(words) == is_told
+    assert [d.subject for d in second.doubts] == ["budget"] * is_told
+    caplog.clear()
+    fill(first, 3)
+    assert first.make_room(fresh_keys(1), [SIZE])  # as a scan does that is due
+    assert caplog.text.count(words) == is_told
+    again = closed_after(FileStore(tmp_path / "pool", **theirs))
+    assert not again.doubts
+    assert "write the same for all" in caplog.text or not is_told
+
+
+def test_who_only_looks_at_a_pool_leaves_its_terms(tmp_path, closed_after):
+    fill(closed_after(FileStore(tmp_path / "pool", budget=20 * SIZE)), 1)
+    looking = closed_after(FileStore(tmp_path / "pool"))
+    assert len(list(looking.stored_values())) == 1
+    assert looking.room().used_bytes == SIZE
+    assert (tmp_path / "pool" / "pool.lock").read_text() == "budget=1.2MiB&lease=10"
