@@ -5,6 +5,7 @@ all hosts share. The clocks of two hosts may be hours apart. But each file syste
 one clock: a local one by that of its host, one that is shared over the network by its server's.
 """
 
+# Decision: docs/decisions/042-files-of-several-hosts.md
 from __future__ import annotations
 
 import time

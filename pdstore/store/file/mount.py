@@ -1,5 +1,6 @@
 """Mount: the file system that a pool's directory lies on; what it remembers of names, and lacks."""
 
+# Decision: docs/decisions/042-files-of-several-hosts.md
 from __future__ import annotations
 
 import contextlib
@@ -78,43 +79,45 @@ def mount_of(path: Path, mounts: str | None = None) -> Mount:
 class NameCheck:
     """Asks a file system again for names that this host's kernel may wrongly believe missing.
 
-    root: the pool's directory. Use one for each call of the store: it asks for a folder once.
+    An NFS client asks its server about a directory that is opened, and then looks again for names
+    in it. Other clients look again for a name that is to be made: a link to it from another mount
+    always fails, with EEXIST if the name is there.
+
+    root: the pool's directory. Use one for each call of the store: it opens a folder once.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, mount: Mount) -> None:
         self._root = str(root)
-        self._asked: set[str] = set()
+        self._is_nfs = mount.kind in _NFS
+        self._opened: set[str] = set()
 
     def is_there(self, path: str) -> bool:
-        """Returns whether the file system now has a file at a path of the pool.
-
-        An NFS client asks its server about a directory that is opened, and then looks again for
-        names in it. Other clients look again for a name that is to be made: a link to it from
-        another mount always fails, with EEXIST if the name is there.
-        """
+        """Returns whether the file system now has a file at a path of the pool."""
         folder = os.path.dirname(path)
-        for one in (self._root, folder):
-            if one not in self._asked:
-                self._asked.add(one)
-                with contextlib.suppress(OSError):
-                    os.close(os.open(one, _FOLDER))
-        if not _would_be_new(path):
-            return True
-        if not os.access(folder, os.F_OK) and not _would_be_new(folder):
-            return not _would_be_new(path)
-        return os.access(path, os.F_OK)
+        if self._is_nfs:
+            self._open_folder(self._root)
+            self._open_folder(folder)
+            return os.access(path, os.F_OK)
+        why = _why_not_linked(path)
+        if why == errno.ENOENT and _why_not_linked(folder) == errno.EEXIST:
+            why = _why_not_linked(path)
+        return why == errno.EEXIST
+
+    def _open_folder(self, folder: str) -> None:
+        if folder not in self._opened:
+            self._opened.add(folder)
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, _FOLDER))
 
 
-def _would_be_new(path: str) -> bool:
-    """Returns False if a name surely exists. Makes nothing."""
+def _why_not_linked(path: str) -> int | None:
+    """Returns with which errno a link from another mount to a path fails, as it always does."""
     try:
         os.link(_ELSEWHERE, path)
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    os.unlink(path)  # never: a link from one mount to another cannot be made
-    return True
+    except OSError as error:
+        return error.errno
+    os.unlink(path)
+    return None
 
 
 def check_abilities(root: Path, temporary: str, now_ns: Callable[[], int]) -> None:

@@ -135,7 +135,7 @@ class FileStore(Store):
         else:
             found = [os.access(path, os.F_OK) for path in paths]
         if self._mount.remembers_misses and not all(found):
-            check = NameCheck(self.root)
+            check = NameCheck(self.root, self._mount)
             return [
                 is_there or check.is_there(path)
                 for is_there, path in zip(found, paths, strict=True)
@@ -316,7 +316,7 @@ class FileStore(Store):
         Raises StoreError.
         """
         n, why = serve(0)
-        check = NameCheck(self.root)
+        check = NameCheck(self.root, self._mount)
         while why == errno.ENOENT and self._mount.remembers_misses and check.is_there(paths[n]):
             more, why = serve(n)
             n += more

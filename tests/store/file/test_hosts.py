@@ -159,14 +159,28 @@ def test_a_mount_at_a_name_with_a_blank_is_found_and_the_last_of_several_counts(
     assert mount_of(tmp_path, "") == Mount("", frozenset())
 
 
-def test_a_name_check_tells_what_is_there_on_a_local_file_system_too(tmp_path):
+@pytest.mark.parametrize("kind", ["nfs4", "fuse"])
+def test_a_name_check_tells_what_is_there_and_makes_nothing(tmp_path, kind):
+    # as on any file system: no NFS is at hand
     (tmp_path / "00").mkdir()
     (tmp_path / "00" / "key").touch()
-    check = NameCheck(tmp_path)
-    assert check.is_there(f"{tmp_path}/00/key")
-    assert not check.is_there(f"{tmp_path}/00/other")
-    assert not check.is_there(f"{tmp_path}/01/key")
+    check = NameCheck(tmp_path, Mount(kind, frozenset()))
+    for _ in range(2):
+        assert check.is_there(f"{tmp_path}/00/key")
+        assert not check.is_there(f"{tmp_path}/00/other")
+        assert not check.is_there(f"{tmp_path}/01/key")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["00", "key"]
+
+
+def test_a_pool_on_nfs_works_as_any_other(tmp_path, monkeypatch, closed_after):
+    nfs = Mount("nfs4", frozenset({"rw", "vers=4.2"}))
+    monkeypatch.setattr("pdstore.store.file.store.mount_of", lambda path: nfs)
+    store = closed_after(FileStore(tmp_path / "pool", budget=1 << 30))
+    keys = fresh_keys(70)
+    put(store, keys[:60], [content(key, SIZE) for key in keys[:60]])
+    assert store.match(keys) == 60
+    assert store.which_stored(keys) == [True] * 60 + [False] * 10
+    assert get(store, keys[55:65], [SIZE] * 10) == [content(key, SIZE) for key in keys[55:60]]
 
 
 def test_doctor_and_the_start_say_how_to_mount_nfs(tmp_path, monkeypatch, caplog):
