@@ -250,9 +250,9 @@ def is_count(answer: object, most: int) -> TypeGuard[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def log_once(log: logging.Logger, line: str) -> None:
-    """Logs a line at level INFO unless it is one of the last 64 different lines logged here.
+def log_once(log: logging.Logger, line: str, level: int = logging.INFO) -> None:
+    """Logs a line unless it is one of the last 64 different lines logged here.
 
     Stores use it when they open, because both halves of an instance may open the same store.
     """
-    log.info("%s", line)
+    log.log(level, "%s", line)

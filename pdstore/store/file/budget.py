@@ -81,13 +81,15 @@ class Budget:
             self.grow(sum(on_disk(file.size) for file in self._directory.files()))
         return num_bytes <= self.num_bytes
 
-    def why_full(self, num_bytes: int) -> str:
-        """Returns why a value of so many bytes was not admitted, in words for the user."""
+    def why_full(self, num_bytes: int) -> tuple[str, str]:
+        """Returns why a value of so many bytes was not admitted, and what to change."""
         if on_disk(num_bytes) <= self.num_bytes:
-            return "all is leased"
+            return "all is leased", "raise ?budget=, or shorten ?lease="
         if self._is_default:
-            return f"the disk is full ({_readable(free_bytes(self._directory.root))} are free)"
-        return f"a value of {num_bytes:,} bytes is more than ?budget={_readable(self.num_bytes)}"
+            free = _readable(free_bytes(self._directory.root))
+            return f"the disk is full ({free} are free)", "free some of it"
+        said = f"a value of {num_bytes:,} bytes is more than ?budget={_readable(self.num_bytes)}"
+        return said, "write a larger one with its unit, like ?budget=20GiB"
 
     def why_too_long(self, num_bytes: int) -> str | None:
         """Returns why no value of so many bytes can be stored, and what to write; None if it can.

@@ -38,6 +38,14 @@ _KINDS: dict[int, type[StoreError]] = {
     **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENXIO), WrongLength),  # no regular file
     OTHER_LENGTH: WrongLength,
 }
+_REMEDIES = {
+    errno.EACCES: "look at the owner and the mode of its directory",
+    errno.EPERM: "look at the owner and the mode of its directory",
+    errno.EROFS: "mount it so that this instance may write: P puts values, and D leases them",
+    errno.ENOSPC: "free some of its disk",
+    errno.EDQUOT: "free some of this user's quota",
+    errno.EMFILE: "raise ulimit -n to 65536",
+}
 UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EACCES", "EPERM", "ESTALE", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENODATA")
@@ -47,19 +55,18 @@ UNREADABLE = frozenset(
 
 def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     """Returns the error for an errno, or for OTHER_LENGTH."""
+    kind = _KINDS.get(why, StoreUnavailable)
     text = "not the length that was asked for" if why == OTHER_LENGTH else os.strerror(why)
-    remedy = ""
+    remedy = _REMEDIES.get(why, "look at its file system" if kind is StoreUnavailable else "")
     with contextlib.suppress(OSError):
         status = os.statvfs(label.partition("://")[2])
         if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put needs up to 2
             text, remedy = "no inodes are left", "delete files, or make the file system with more"
-    if why == errno.EROFS:
-        remedy = "mount it so that this instance may write: P puts values there, and D leases them"
     if why == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"
     said = f"{label}: {text}: {what}"
-    return _KINDS.get(why, StoreUnavailable)(said, num_done=num_done, remedy=remedy)
+    return kind(said, num_done=num_done, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ class FileStore(Store):
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
         self.doubts = [*self._evictor.doubts(), *self._mount.doubts()]
         for _, said, remedy in self.doubts:
-            log.warning("%s: %s: %s", self.label, said, remedy)
+            log_once(log, f"{self.label}: {said}: {remedy}", logging.WARNING)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
@@ -257,8 +257,8 @@ class FileStore(Store):
                 else:
                     stop = n + self._evictor.admit(sizes[n:])
             if stop == n:
-                why = self._evictor.budget.why_full(sizes[n])
-                raise StoreFull(f"{self.label}: {why}: {keys[n]}", num_done=n)
+                why, remedy = self._evictor.budget.why_full(sizes[n])
+                raise StoreFull(f"{self.label}: {why}: {keys[n]}", num_done=n, remedy=remedy)
             try:
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
