@@ -62,7 +62,8 @@ def mounted(
     behind: a directory of another mount, to be another host's view of it.
     options: of FUSE, as `negative_timeout`.
     faults: calls that always fail, each with an errno's name: `link="EPERM"`; `colon="EINVAL"`
-      stands for names with one, `statfs="zero"` for a file system that tells no room.
+      stands for names with one, `statfs="zero"` for a file system that tells no room, and
+      `coarse="1s"` for one that counts times in seconds.
     """
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
         pytest.skip("only root can mount a FUSE file system, where /dev/fuse is")

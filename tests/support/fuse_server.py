@@ -39,7 +39,9 @@ class PassingOn(mfusepy.Operations):
         status = os.lstat(self.behind + path)
         facts = {name: getattr(status, name) for name in ("st_mode", "st_nlink", "st_size")}
         facts |= {"st_uid": status.st_uid, "st_gid": status.st_gid}
-        facts |= {f"st_{t}time": getattr(status, f"st_{t}time_ns") for t in "amc"}
+        unit = 10**9 if "coarse" in self.faults.read_text() else 1
+        for name in ("st_atime", "st_mtime", "st_ctime"):
+            facts[name] = getattr(status, f"{name}_ns") // unit * unit
         return facts
 
     def readdir(self, path: str, fh: int) -> list[str]:

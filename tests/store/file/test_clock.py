@@ -13,6 +13,7 @@ from pdstore.store.file.clock import FileSystemClock
 from pdstore.store.file.store import FileStore
 from tests.support.clock import Clock
 from tests.support.file_pool import SIZE, fill, path_of, root_of, stored
+from tests.support.fuse_mount import mounted
 
 _S = 10**9
 SKEWS_S = (30, -30, 1800, 7200, -1800, -7200)
@@ -61,6 +62,17 @@ def test_a_lease_holds_that_a_host_wrote_whose_clock_is_wrong(store, other, skew
     assert stored(store, leased) == leased
     end = path_of(store, leased[0]).stat().st_mtime
     assert time.time() + 5 < end <= time.time() + store.lease_s + 1
+
+
+def test_a_lease_holds_on_a_file_system_that_counts_in_seconds(tmp_path, closed_after):
+    with mounted(tmp_path, coarse="1s") as disk:
+        store = closed_after(FileStore(disk.at / "pool", budget=20 * SIZE))
+        leased = fill(store, 8)
+        assert store.match(leased) == 8
+        unleased = fill(store, 8, age_s=300)
+        fill(store, 8, age_s=200)
+        assert stored(store, leased) == leased
+        assert len(stored(store, unleased)) < 8
 
 
 def test_the_age_of_a_value_is_told_by_the_file_systems_clock(store, other, skewed):
