@@ -316,18 +316,24 @@ class FileStore(Store):
         Raises StoreError.
         """
         n, why = serve(0)
-        check = NameCheck(self.root, self._mount)
-        while why == errno.ENOENT and self._mount.remembers_misses and check.is_there(paths[n]):
-            more, why = serve(n)
-            n += more
-            if not more:  # it is gone again
-                break
+        if why == errno.ENOENT and self._mount.remembers_misses:
+            n, why = self._look_again(paths, n, serve)
         if why in (0, errno.ENOENT):
             return n
         if why in UNREADABLE and self._is_alone(paths, n, can_serve):
             self._give_up(paths[n], why)
             return n
         raise error_of(self.label, why, keys[n], n)
+
+    def _look_again(self, paths: Sequence[str], n: int, serve: Callable[[int], Ended]) -> Ended:
+        """Goes on behind each value that this host's kernel wrongly believed missing."""
+        check, why = NameCheck(self.root, self._mount), errno.ENOENT
+        while why == errno.ENOENT and check.is_there(paths[n]):
+            more, why = serve(n)
+            n += more
+            if not more:  # it is gone again
+                break
+        return Ended(n, why)
 
     def _is_alone(self, paths: Sequence[str], n: int, can_serve: Callable[[str], bool]) -> bool:
         """Returns whether another value can be served now, so that the store works."""
