@@ -64,9 +64,11 @@ def test_a_lease_holds_that_a_host_wrote_whose_clock_is_wrong(store, other, skew
     assert time.time() + 5 < end <= time.time() + store.lease_s + 1
 
 
-def test_a_lease_holds_on_a_file_system_that_counts_in_seconds(tmp_path, closed_after):
-    with mounted(tmp_path, coarse="1s") as disk:
-        store = closed_after(FileStore(disk.at / "pool", budget=20 * SIZE))
+def test_a_lease_holds_on_a_file_system_that_counts_in_seconds(tmp_path):
+    with (
+        mounted(tmp_path, coarse="1s") as disk,
+        contextlib.closing(FileStore(disk.at / "pool", budget=20 * SIZE)) as store,
+    ):
         leased = fill(store, 8)
         assert store.match(leased) == 8
         unleased = fill(store, 8, age_s=300)

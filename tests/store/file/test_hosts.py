@@ -38,7 +38,7 @@ SLOW = {"attr_timeout": 60, "entry_timeout": 60}
 
 
 @pytest.fixture
-def hosts(tmp_path, built, closed_after):
+def hosts(tmp_path, built):
     """One directory as two hosts see it: P's store, and D's, whose kernel remembers misses."""
     with contextlib.ExitStack() as stack:
         p = stack.enter_context(mounted(tmp_path / "p"))
@@ -105,12 +105,16 @@ def test_a_d_that_looks_before_p_saves_takes_the_hand_off(hosts, closed_after):
         assert d.pool.load(found.keys, blocks).wait(30.0).num_tokens == 601
 
 
-def test_a_lease_of_another_host_is_seen_though_the_old_time_is_kept(
-    tmp_path, library, closed_after
-):
-    with mounted(tmp_path / "p") as p, mounted(tmp_path / "d", p.behind, SLOW) as d:
+def test_a_lease_of_another_host_is_seen_though_the_old_time_is_kept(tmp_path, library):
+    with contextlib.ExitStack() as stack:
+        p = stack.enter_context(mounted(tmp_path / "p"))
+        d = stack.enter_context(mounted(tmp_path / "d", p.behind, SLOW))
         leasing, evicting = (
-            closed_after(FileStore(host.at / "pool", budget=20 * SIZE, built=lambda: library))
+            stack.enter_context(
+                contextlib.closing(
+                    FileStore(host.at / "pool", budget=20 * SIZE, built=lambda: library)
+                )
+            )
             for host in (p, d)
         )
         keys = fill(evicting, 12, age_s=300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -107,12 +108,16 @@ def test_a_file_that_cannot_be_looked_at_hinders_no_eviction(store, bad_at):
         ("utimens", "EPERM"),
     ],
 )
-def test_a_hand_off_over_a_bad_sector_is_short_once(tmp_path, closed_after, call, why):
+def test_a_hand_off_over_a_bad_sector_is_short_once(tmp_path, call, why):
     """The kernel's errors, and whole instances: `utimens` of a file that is another user's."""
-    with mounted(tmp_path) as disk:
-        store = closed_after(FileStore(disk.at / "pool", budget=1 << 30))
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(mounted(tmp_path))
+        store = FileStore(disk.at / "pool", budget=1 << 30)
+        stack.callback(store.close)
         read_pool_id(store)
-        p, d = (closed_after(Instance(store, role=role)) for role in ("prefill", "decode"))
+        p, d = (Instance(store, role=role) for role in ("prefill", "decode"))
+        stack.callback(d.close)
+        stack.callback(p.close)
         tokens, blocks = range(600), range(38)
 
         def handed_over():
