@@ -37,7 +37,7 @@ setup-vllm: $(VLLM_VENV)/.stamp ## Make .venv-vllm, in which vLLM runs on a CPU
 # First of all, and only what the goal needs: a demo over files works without a compiler.
 NEEDS := venv compiler redis mooncake
 demo check: NEEDS := venv $(filter redis mooncake,$(STORE))
-test: NEEDS += --wanted monitoring browser
+test: NEEDS += --wanted monitoring browser fuse
 packages:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -149,6 +149,22 @@ timespec time_of(int64_t ns) {
 
 int64_t ns_of(const timespec &time) { return time.tv_sec * kNs + time.tv_nsec; }
 
+// Returns 0 or an errno, and a file's modification time as its server has it now: a client of a
+// network file system may keep an old one for a minute, and with it a lease that was renewed since.
+int32_t changed_at(const char *path, int64_t *ns) {
+  struct statx status;
+  const int flags = AT_SYMLINK_NOFOLLOW | AT_STATX_FORCE_SYNC;
+  if (statx(AT_FDCWD, path, flags, STATX_MTIME, &status) == 0) {
+    *ns = status.stx_mtime.tv_sec * kNs + status.stx_mtime.tv_nsec;
+    return 0;
+  }
+  struct stat old;
+  if (errno != ENOSYS) return errno;
+  if (lstat(path, &old) != 0) return errno;  // a kernel or a sandbox without statx
+  *ns = ns_of(old.st_mtim);
+  return 0;
+}
+
 }  // namespace
 
 extern "C" int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
@@ -231,12 +247,12 @@ extern "C" int32_t pds_stat_files(const char *paths, int64_t num_files, int64_t 
 extern "C" int32_t pds_delete_files(const char *paths, int64_t num_files, const int64_t *changed_ns,
                                     int32_t *why) {
   for (int64_t i = 0; i < num_files; ++i, paths += std::strlen(paths) + 1) {
-    struct stat status;
-    const bool is_there = lstat(paths, &status) == 0;
-    if (is_there && ns_of(status.st_mtim) != changed_ns[i]) {
+    int64_t ns = 0;
+    why[i] = changed_at(paths, &ns);
+    if (why[i] == 0 && ns != changed_ns[i]) {
       why[i] = EBUSY;
-    } else {
-      why[i] = is_there && unlink(paths) == 0 ? 0 : errno;
+    } else if (why[i] == 0 && unlink(paths) != 0) {
+      why[i] = errno;
     }
   }
   return PDS_OK;

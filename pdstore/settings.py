@@ -42,6 +42,7 @@ _DAY_S = 86_400.0
 MAX_LAYER_RANGES = 64
 LOOKUP_WAIT_S = 1.0
 """The longest time that a prompt without a hand-off waits for the store's answer."""
+_SHORT_TTL_S = 60
 _LARGE_BLOCK = 4096  # tokens; most prompts are shorter
 
 WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=False)]
@@ -187,6 +188,10 @@ def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[
     if settings.role == "prefill" and not settings.publish:
         said = "PDSTORE_PUBLISH=0 on a prefill instance: it saves nothing that D could load"
         yield said, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
+    if settings.block_ttl_s < min(_SHORT_TTL_S, settings.handoff_ttl_s):
+        said = f"PDSTORE_BLOCK_TTL_S={settings.block_ttl_s}: where a store keeps a clock (redis),"
+        said += " blocks may expire before D loads them"
+        yield said, "set more than the longest time until D comes, or leave it unset (1800)"
     if settings.block_tokens > (longest_prompt or _LARGE_BLOCK):
         why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
         said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"

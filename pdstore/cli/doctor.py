@@ -211,7 +211,7 @@ def _check_memory_pages(store: Store, num_gpus: int) -> Iterator[Finding]:
     if isinstance(store, ArenaStore):
         yield from check_pages(store.path, MOUNTS.read_text(), num_gpus, is_arena=True)
     if isinstance(store, FileStore):
-        yield from (warn("budget", *doubt) for doubt in store.doubts)
+        yield from (warn(*doubt) for doubt in store.doubts)
         yield from check_pages(store.root.resolve(), MOUNTS.read_text(), num_gpus, is_arena=False)
 
 

@@ -12,8 +12,8 @@ from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import BlockKey, PromptKeys
-from pdstore.store.base import Store, count_of
+from pdstore.format.keys import BlockKey, Part, PromptKeys
+from pdstore.store.base import Store, count_of, num_done_of
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
@@ -181,18 +181,35 @@ class LookupQueue:
 
 
 def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
-    """Returns which leading blocks of the prompt the store has; none if the store fails.
+    """Returns which leading blocks of the prompt the store has.
+
+    If the store fails, those count of which it told before; the reason and the error say why.
 
     because: the reason for the match if the store does not have all blocks; None: ABSENT.
     """
+    error = None
     try:
         num_blocks = num_usable(store, keys)
-    except StoreError as error:
-        return Match.miss(keys, reason_of(error), error.with_traceback(None))
+    except _FailedAfter as failed:
+        num_blocks, error = failed.num_blocks, failed.error
+    except StoreError as caught:
+        num_blocks, error = 0, caught
     num_tokens = keys.end_of(num_blocks)
-    if num_tokens == keys.num_tokens:
+    if num_tokens == keys.num_tokens and error is None:
         return Match(keys, num_tokens, None)
-    return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
+    if error is None:
+        return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
+    lasting = error.with_traceback(None)
+    return Match(keys.prefix(num_tokens), num_tokens, reason_of(error), error=lasting)
+
+
+class _FailedAfter(StoreError):
+    """The store failed after it had told that so many leading blocks can be used."""
+
+    def __init__(self, num_blocks: int, error: StoreError) -> None:
+        super().__init__(str(error))
+        self.num_blocks = num_blocks
+        self.error = error
 
 
 def num_usable(store: Store, keys: PromptKeys) -> int:
@@ -207,15 +224,38 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
         first = keys.prefix(keys.block_tokens).store_keys(parts)
         if len(keys) > _SHORT and _match(store, first) < len(first):
             return 0
-        return _match(store, keys.store_keys(parts)) // len(parts)
+        return _match_whole(store, keys)
     whole = [part for part in parts if part.group not in windows]
-    count = _match(store, keys.store_keys(whole)) // len(whole) if whole else len(keys)
+    count, error = _match_blocks(store, keys, whole) if whole else (len(keys), None)
     for _ in range(_MOST_GAPS):
-        gap = _last_gap(store, keys.prefix(keys.end_of(count)))
+        gap = _last_gap(store, keys.prefix(keys.end_of(count))) if count else None
         if gap is None:
-            return count
+            return _unless(error, count)
         count = gap
-    return _match(store, keys.prefix(keys.end_of(count)).store_keys(parts)) // len(parts)
+    return _unless(error, _match_whole(store, keys.prefix(keys.end_of(count))))
+
+
+def _match_whole(store: Store, keys: PromptKeys) -> int:
+    """Returns how many leading blocks have all of their parts. Raises _FailedAfter."""
+    count, error = _match_blocks(store, keys, keys.namespace.parts)
+    return _unless(error, count)
+
+
+def _match_blocks(
+    store: Store, keys: PromptKeys, parts: Sequence[Part]
+) -> tuple[int, StoreError | None]:
+    """Returns how many leading blocks have these parts, and the error that ended the count."""
+    wanted = keys.store_keys(parts)
+    try:
+        return _match(store, wanted) // len(parts), None
+    except StoreError as error:
+        return num_done_of(error, wanted) // len(parts), error
+
+
+def _unless(error: StoreError | None, num_blocks: int) -> int:
+    if error is not None:
+        raise _FailedAfter(num_blocks, error) from error
+    return num_blocks
 
 
 def _match(store: Store, keys: Sequence[BlockKey]) -> int:

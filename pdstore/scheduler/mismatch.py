@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from pdstore.errors import Reason, StoreError
 from pdstore.format.handoff import Handoff
@@ -14,6 +15,7 @@ from pdstore.scheduler.lookup import Match
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
+from pdstore.store.optional import TellsRoom, find_optional
 from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,19 @@ _NOTHING = (
     " prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the router, which"
     " has to {}"
 )
+_GONE = "P published a hand-off of which {} has not all any more: its blocks "
 _EVICTED = (
-    "P published a hand-off of which {} has not all any more: its blocks were evicted or removed"
-    " since. Look at the pool's size and at its eviction policy"
+    f"{_GONE}were evicted or removed since. Look at the pool's size and at its eviction policy"
+)
+_EXPIRED = (
+    f"{_GONE}have expired, because nothing used them for PDSTORE_BLOCK_TTL_S (here {{}} s; P's"
+    " counts for what P saves): set more than the longest time from P's answer to D's look,"
+    " the same for P and D, or leave it unset"
+)
+_EVICTED_OR_EXPIRED = (
+    f"{_GONE}were evicted, or have expired after PDSTORE_BLOCK_TTL_S={{}} seconds. Set more than"
+    " the longest time from P's answer to D's look, or leave it unset; and look at the pool's size"
+    " and at its eviction policy"
 )
 _OTHER_TOKENS = (
     "P had {} tokens, this instance {}, not the same ones: tokenizer or chat template differ (or"
@@ -148,7 +160,8 @@ class Mismatches:
         weights_of: Callable[[Settings], str] | None,
     ) -> None:
         self.pool = PoolIdentity(store)
-        self._pool_thread = Ticker("pdstore-pool-id", self.pool.refresh)
+        self._store = store
+        self._has_unexplained = False  # absent blocks, of a store in which blocks expire
         self.weights_files: str | None = None
         self._settings = settings
         self._namespace = namespace
@@ -157,6 +170,7 @@ class Mismatches:
         self._log = MismatchLog()
         self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
         self._reader: Ticker | None = None
+        self._pool_thread = Ticker("pdstore-pool-id", self._look)
         if settings.weights and weights_of is not None:
             self._weights_of = weights_of
             self._reader = Ticker("pdstore-weights", self._read_weights)
@@ -220,12 +234,39 @@ class Mismatches:
         if found.reason is not Reason.ABSENT:
             return
         if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):
-            self._log.warn(_EVICTED.format(self._label))
+            self._has_unexplained = True
+            self._pool_thread.wake()  # the store is asked on that thread
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
             self._log.warn(_NOTHING.format(self._router_duty))
+
+    def _look(self) -> float:
+        if self._has_unexplained:
+            self._has_unexplained = False
+            self._explain_absence()
+        return self.pool.refresh()
+
+    def _explain_absence(self) -> None:
+        """Warns that blocks are gone. If they expire, tells that apart from their eviction."""
+        ttl_s, message = self._settings.block_ttl_s, _EVICTED
+        if self._store.expires_blocks:
+            num_evicted = call_or(partial(_num_evicted, self._store), None)
+            if num_evicted == 0:
+                message = _EXPIRED
+            elif ttl_s < self._settings.handoff_ttl_s:  # a marker that D saw is no older than that
+                message = _EVICTED_OR_EXPIRED
+        self._log.warn(message.format(self._label, ttl_s), about=_GONE)
 
     def _read_weights(self) -> None:
         with contextlib.suppress(ValueError, OSError):  # no files here: nothing to compare
             by_files = self._settings.model_copy(update={"weights": None})
             parts = self._weights_of(by_files).split("+")
             self.weights_files = "+".join(part[:24] for part in parts)
+
+
+def _num_evicted(store: Store) -> int | None:
+    """Returns how many values the store's server evicted since its start; None if not known."""
+    teller = find_optional(store, TellsRoom)
+    try:
+        return teller.room().num_evicted if teller is not None else None
+    except StoreError:
+        return None

@@ -84,6 +84,11 @@ class Store(ABC):
         """Seconds after a match in which no put evicts the matched keys; 0: no such promise."""
         return 0.0
 
+    @property
+    def expires_blocks(self) -> bool:
+        """True if the store keeps a clock: then blocks end PDSTORE_BLOCK_TTL_S after their use."""
+        return False
+
     @abstractmethod
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored. Leases these keys and counts a use of each."""
@@ -245,9 +250,9 @@ def is_count(answer: object, most: int) -> TypeGuard[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def log_once(log: logging.Logger, line: str) -> None:
-    """Logs a line at level INFO unless it is one of the last 64 different lines logged here.
+def log_once(log: logging.Logger, line: str, level: int = logging.INFO) -> None:
+    """Logs a line unless it is one of the last 64 different lines logged here.
 
     Stores use it when they open, because both halves of an instance may open the same store.
     """
-    log.info("%s", line)
+    log.log(level, "%s", line)

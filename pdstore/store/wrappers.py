@@ -49,6 +49,10 @@ class WrapperStore(Store):
     def lease_s(self) -> float:
         return self.wrapped.lease_s
 
+    @property
+    def expires_blocks(self) -> bool:
+        return self.wrapped.expires_blocks
+
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self.wrapped.match(keys)
 

@@ -205,6 +205,48 @@ def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, capl
     assert_said(caplog, "a lookup fell short (handoff_")
 
 
+@pytest.mark.parametrize("is_set", ["on both", "on P"])
+def test_blocks_that_expired_before_d_came_are_told_with_the_setting(
+    over, caplog, redis_server, is_set
+):
+    server = redis_server()
+    changes = {"block_ttl_s": 1} if is_set == "on both" else {}
+    p, d = over(server.url, block_ttl_s=1), over(server.url, **changes)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    assert_said(caplog, "PDSTORE_BLOCK_TTL_S=1: ", "blocks may expire before D loads them")
+    result, params = saved(p)
+    assert result.reason is None
+    with server.client() as client:
+        names = p.cache.keys(PROMPT).store_keys(p.namespace.parts)
+        eventually(lambda: not client.exists(names[0]), SOON_S)
+    assert found(d, params).reason is Reason.ABSENT
+    assert_said(caplog, "its blocks have expired", "PDSTORE_BLOCK_TTL_S (here ", "set more than")
+    assert "eviction policy" not in caplog.text
+
+
+@pytest.mark.parametrize("ttl_s", [1800, 100])
+def test_blocks_that_redis_evicted_before_d_came_are_told_as_such(
+    over, caplog, redis_server, ttl_s
+):
+    server = redis_server("--maxmemory-policy", "volatile-lru")
+    changes = {"block_ttl_s": ttl_s}
+    p, d = over(server.url, **changes), over(server.url, **changes)
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    result, params = saved(p)
+    assert result.reason is None
+    marker = Handoff.of(params).id.done(p.namespace, 0)
+    with server.client() as client:
+        client.persist(marker)  # redis evicts all that expires, and not this
+        client.config_set("maxmemory", 1)
+        with contextlib.suppress(Exception):  # there is nothing left to evict
+            client.set("x", "y")
+        client.config_set("maxmemory", 0)
+        assert client.exists(marker)
+    assert found(d, params).reason is Reason.ABSENT
+    assert_said(caplog, "its blocks were evicted", "eviction policy")
+    assert ("PDSTORE_BLOCK_TTL_S=100" in caplog.text) is (ttl_s == 100)
+
+
 def test_an_address_of_ipv6_is_one(over):
     one = over(f"redis://[::1]:{free_port()}")
     assert found(one).reason is Reason.STORE_DOWN

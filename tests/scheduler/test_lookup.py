@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore.errors import Reason, StoreError
+from pdstore.errors import Reason, StoreError, StoreUnavailable
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Namespace, Part, PromptKeys
 from pdstore.scheduler.lookup import Lookup, Match, find, handed_over, num_usable
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
+from tests.support.scripted_store import Scripted
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 KEYS = PromptKeys(NAMESPACE).extend(range(10))
@@ -111,3 +112,37 @@ def test_an_impossible_count_is_an_error_of_the_store(namespace, answer):
         num_usable(Answering(answer), keys_of(namespace))
     found = find(Answering(answer), keys_of(namespace))
     assert (found.num_tokens, found.reason) == (0, Reason.STORE_ERROR)
+
+
+class FailingAfter(WrapperStore):
+    """Fails at the first of some keys, and says how many of a call came before it."""
+
+    def __init__(self, store, *bad):
+        super().__init__(store)
+        self.bad = bad
+
+    def match(self, keys):
+        n = next((n for n, key in enumerate(keys) if key in self.bad), None)
+        if n is not None and super().match(keys[:n]) == n:
+            raise StoreUnavailable("away", num_done=n)
+        return super().match(keys)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "part", "block", "kept"),
+    [(FULL, 1, 3, 3), (FULL, 0, 0, 0), (MIXED, 0, 5, 5), (MIXED, 0, 0, 0), (SLIDING, 0, 9, 0)],
+)
+def test_a_lookup_counts_the_blocks_before_an_error(namespace, part, block, kept):
+    keys = keys_of(namespace)
+    bad = keys.store_keys([namespace.parts[part]])[block]
+    found = find(FailingAfter(store_with(keys), bad), keys)
+    assert len(found.keys) == kept
+    assert found.num_tokens == kept * namespace.block_tokens
+    assert found.reason is Reason.STORE_DOWN
+    assert type(found.error) is StoreUnavailable
+
+
+def test_an_error_that_claims_more_keys_than_there_are_counts_none():
+    error = StoreUnavailable("away", num_done=10_000)
+    found = find(Scripted(2, error), keys_of(FULL))
+    assert (found.num_tokens, found.reason) == (0, Reason.STORE_DOWN)

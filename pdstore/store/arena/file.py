@@ -14,6 +14,7 @@ from pydantic import ByteSize
 from pdstore.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from pdstore.native.arena import format_arena
 from pdstore.native.library import Library
+from pdstore.store.file.mount import mount_of
 
 DEFAULT_SIZE = 20 << 30
 SLAB_BYTES = 64 << 20
@@ -21,6 +22,7 @@ SLAB_BYTES = 64 << 20
 _MIN_SLAB_BYTES = 64 << 10
 _MIN_SLABS = 16
 _WRITABLE = "name a directory that this user may write to (?dir=)"
+_LACKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EFBIG)
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a fifo in its place does not hang
 
 
@@ -78,18 +80,10 @@ def _checked(fd: int, path: Path) -> int:
 
 def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None) -> int:
     """Makes an arena's file without a name, and gives the file its name when it is whole."""
-    status = os.statvfs(path.parent)
-    free = status.f_bavail * status.f_frsize
-    wanted = min(DEFAULT_SIZE, free // 2) if size is None else size
-    if wanted > free:
-        raise ConfigError(
-            f"{path.parent} has {_readable(free)} free, and the arena is to have"
-            f" {_readable(wanted)}: make it smaller (?size=), or name another directory (?dir=);"
-            " in a container, raise --shm-size"
-        )
+    wanted = _size_of(path.parent, size, slab_bytes)
     slab = slab_bytes or _default_slab(wanted)
     num_bytes = wanted // slab * slab
-    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
+    fd = _open_unnamed(path.parent)
     try:
         os.fchmod(fd, 0o600)  # the umask may have removed some of these bits
         format_arena(library, fd, num_bytes, slab, secrets.randbits(64))
@@ -103,10 +97,60 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
             " a ?size= of less than 16 TiB that has 1 to 131,072 slabs, and a multiple of 4 KiB up"
             " to 4 GiB as ?slab=, or leave ?slab= out"
         ) from error
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if error.errno in (None, *_LACKS):
+            raise _unfit(path.parent, f"a file of {_readable(num_bytes)} by fallocate") from error
         raise
     return fd
+
+
+def _size_of(directory: Path, size: int | None, slab_bytes: int | None) -> int:
+    """Returns how many bytes a new arena is to have. Raises ConfigError if they are not there."""
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    is_told = status.f_blocks > 0  # not by ramfs, nor by a hugetlbfs mounted without size=
+    if size is None:
+        if not is_told:
+            raise ConfigError(
+                f"{directory} does not tell its free space: write a ?size=, as for ramfs and for"
+                " hugetlbfs that is mounted without size="
+            )
+        size = min(DEFAULT_SIZE, free // 2)
+        if size < _MIN_SLAB_BYTES:
+            raise ConfigError(
+                f"{directory} is full, {_readable(free)} are free: delete files there, or name"
+                " another directory (?dir=); in a container, raise --shm-size"
+            )
+    if slab_bytes is None and size < _MIN_SLAB_BYTES:
+        raise ConfigError(
+            f"?size={_readable(size)} is less than the smallest arena,"
+            f" {_readable(_MIN_SLAB_BYTES)}: write a larger one with its unit, like ?size=64GiB"
+        )
+    if is_told and size > free:
+        raise ConfigError(
+            f"{directory} has {_readable(free)} free, and the arena is to have"
+            f" {_readable(size)}: make it smaller (?size=), or name another directory (?dir=);"
+            " in a container, raise --shm-size"
+        )
+    return size
+
+
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, *_LACKS):
+            raise _unfit(directory, "files without a name (O_TMPFILE)") from error
+        raise
+
+
+def _unfit(directory: Path, lack: str) -> ConfigError:
+    kind = mount_of(directory).kind or "its file system"
+    return ConfigError(
+        f"{directory} is on {kind}, which does not make {lack}: name a directory in memory, on a"
+        " tmpfs as /dev/shm (?dir=)"
+    )
 
 
 def _default_slab(num_bytes: int) -> int:

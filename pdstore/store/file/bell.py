@@ -19,6 +19,7 @@ import select
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pdstore.threads import Deadline
@@ -31,12 +32,20 @@ _READ_BYTES = 64 << 10
 class Bell:
     """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
 
+    now_ns: the time of the file system, which may be another host's.
     touch_s: a waiting process renews its pipe's modification time after so many seconds.
     abandoned_s: a pipe of another boot is removed if its modification time is older than this.
     """
 
-    def __init__(self, root: Path, touch_s: float = 60.0, abandoned_s: float = 86_400.0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        now_ns: Callable[[], int] = time.time_ns,
+        touch_s: float = 60.0,
+        abandoned_s: float = 86_400.0,
+    ) -> None:
         self._folder = root / "bells"
+        self._now_ns = now_ns
         self._touch_s = touch_s
         self._abandoned_s = abandoned_s
         self._touch_deadline = Deadline(0.0)
@@ -137,7 +146,7 @@ class Bell:
     def _remove_abandoned(self, path: Path) -> None:
         """Removes a pipe without a reader on this host, unless another host may still read it."""
         with contextlib.suppress(OSError):  # another ring may have removed it
-            is_old = time.time() - path.lstat().st_mtime > self._abandoned_s
+            is_old = self._now_ns() - path.lstat().st_mtime_ns > self._abandoned_s * 1e9
             # a pipe gets its name after its reader: one of this boot has lost its reader
             if is_old or path.name.startswith(f"{self._boot}-"):
                 path.unlink()

@@ -6,20 +6,23 @@ import collections
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
+from pdstore.store.file.budget import Budget, on_disk
 from pdstore.store.file.directory import PoolDirectory, StoredFile, unlock
+from pdstore.store.file.mount import Doubt
 from pdstore.threads import Ticker
 
+log = logging.getLogger(__name__)
+
 MAX_LEASE_S = 3600.0
-DEFAULT_BUDGET = 20 << 30
-_PAGE = 4096  # a file's space on disk is a multiple of it
 _PATIENCE_S = 0.5  # a put waits so long for another thread's or process's eviction
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
@@ -53,16 +56,15 @@ class Evictor:
     ) -> None:
         self._directory = directory
         self._clock = clock
-        self.budget = default_budget(directory) if budget is None else budget
-        self.attainable = min(self.budget, room_of(directory, self.budget))
-        self._step = self.budget // 20
-        self._goal = self.budget * 9 // 10
+        self.budget = Budget(directory, budget, clock)
+        self._terms = f"budget={self.budget}&lease={lease_s:g}"
+        self._has_told = False
         self._lease_ns = int(lease_s * _S)
         self._handoff_ttl_ns = int(handoff_ttl_s * _S)
         self._lock = threading.Lock()
         self._used = 0  # bytes on disk, as far as known, plus the pending bytes
         self._pending = 0  # bytes that are admitted and not settled
-        self._put_since_scan = self.budget  # so the first put scans the directory
+        self._put_since_scan = self.budget.num_bytes  # so the first put scans the directory
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
         self._has_looked = False
@@ -71,7 +73,7 @@ class Evictor:
 
     def admit(self, sizes: Sequence[int]) -> int:
         """Returns how many leading values have room; counts those as pending until `settle`."""
-        if _on_disk(sizes[0]) > self.budget:
+        if not self.budget.may_hold(on_disk(sizes[0])):
             return 0
         self.admit_anyway(sizes)
         num_admitted = 0
@@ -79,9 +81,9 @@ class Evictor:
             excess, num_admitted = self._excess(), len(sizes)
             while excess > 0 and num_admitted:
                 num_admitted -= 1
-                excess -= _on_disk(sizes[num_admitted])
+                excess -= on_disk(sizes[num_admitted])
         finally:
-            refused = sum(map(_on_disk, sizes[num_admitted:]))
+            refused = sum(map(on_disk, sizes[num_admitted:]))
             with self._lock:
                 self._used -= refused
                 self._pending -= refused
@@ -89,16 +91,23 @@ class Evictor:
 
     def admit_anyway(self, sizes: Sequence[int]) -> None:
         """Counts values as pending even if they have no room; markers are admitted in this way."""
-        num_bytes = sum(map(_on_disk, sizes))
+        num_bytes = sum(map(on_disk, sizes))
         with self._lock:
             self._used += num_bytes
             self._pending += num_bytes
             self._put_since_scan += num_bytes
 
+    def doubts(self) -> Iterator[Doubt]:
+        """Yields doubts about the budget, and one if another process has other terms."""
+        yield from self.budget.doubts()
+        if (theirs := self._directory.terms()) not in ("", self._terms):
+            self._has_told = True
+            yield Doubt("budget", *self._differ_from(theirs))
+
     def settle(self, sizes: Sequence[int]) -> None:
         """Says that admitted values are written, or will not be."""
         with self._lock:
-            self._pending -= sum(map(_on_disk, sizes))
+            self._pending -= sum(map(on_disk, sizes))
 
     def age_of_oldest(self, sizes: Sequence[int]) -> float | None:
         """Returns how many seconds ago the value was used that new values would evict first.
@@ -106,30 +115,30 @@ class Evictor:
         None if the new values have room. None also if every value that the last scan would have
         evicted next was used or deleted since then; in that case the next put scans again.
         """
-        if self._used + sum(map(_on_disk, sizes)) <= self._goal:
+        if self._used + sum(map(on_disk, sizes)) <= self.budget.goal:
             return None
         for n, file in enumerate(oldest := self._oldest):
             with contextlib.suppress(FileNotFoundError):
                 if os.lstat(file.path).st_mtime_ns == file.mtime_ns:
                     self._oldest = oldest[n:]
-                    return max(0, time.time_ns() - self._used_at(file)) / _S
-        self._put_since_scan = self.budget
+                    return max(0, self._directory.clock.now_ns() - self._used_at(file)) / _S
+        self._put_since_scan = self.budget.num_bytes
         return None
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts values when the disk is full, even if files of others fill it."""
         if not self._is_known_full():
-            self._evict(_on_disk(num_bytes), _PATIENCE_S)
+            self._evict(on_disk(num_bytes), _PATIENCE_S)
 
     def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
         """Evicts values, even leased ones, until new values of these sizes have room.
 
         spared: names of files that are not evicted. Returns whether the new values have room.
         """
-        needed = sum(map(_on_disk, sizes))
-        self.attainable = min(self.budget, room_of(self._directory, self.budget))
+        needed = sum(map(on_disk, sizes))
+        self.budget.measure()
         tries = (self._evict(needed, _PATIENCE_S, spared) for _ in range(3))  # others take room
-        return any(is_done and self._used + needed <= self.budget for is_done in tries)
+        return any(is_done and self._used + needed <= self.budget.num_bytes for is_done in tries)
 
     def sacrifice(self) -> None:
         """Deletes the newest three blocks or tails, even fresh ones; leased ones only if it must.
@@ -137,7 +146,7 @@ class Evictor:
         This makes room for a marker, for which a peer waits, on a disk without free bytes or
         inodes. The newest values are most likely a part of the save that did not fit.
         """
-        now = time.time_ns()
+        now = self._directory.clock.measured_ns()
         kinds = (Kind.BLOCK, Kind.TAIL)
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
         files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
@@ -153,23 +162,24 @@ class Evictor:
     def look_again(self) -> None:
         """Notes that calls have deleted values: the next put scans before it is refused."""
         self._full_until = 0.0
-        if self._used + self._step > self.budget:
-            self._put_since_scan = self.budget
+        if self._used + self.budget.step > self.budget.num_bytes:
+            self._put_since_scan = self.budget.num_bytes
 
     def _excess(self) -> int:
         """Returns how many bytes the pool exceeds its budget by; scans first if a scan is due.
 
         While another thread or process evicts, the pool may exceed its budget by one step.
         """
+        budget, step = self.budget.num_bytes, self.budget.step
         with self._lock:
-            is_over = self._used > self.budget
-            due = is_over or self._put_since_scan > self._step
-            if due and not is_over and self._has_looked and self._step >= _LARGE_STEP:
+            is_over = self._used > budget
+            due = is_over or self._put_since_scan > step
+            if due and not is_over and self._has_looked and step >= _LARGE_STEP:
                 self._look_beside()
                 return 0
-            patience_s = _PATIENCE_S if self._used > self.budget + self._step else 0.0
+            patience_s = _PATIENCE_S if self._used > budget + step else 0.0
         others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
-        return self._used - self.budget - (self._step if others_evict else 0)
+        return self._used - self.budget.num_bytes - (step if others_evict else 0)
 
     def _look_beside(self) -> None:
         """Has the thread scan once. The next scan is due after another step. Needs `_lock`."""
@@ -200,6 +210,7 @@ class Evictor:
             time.sleep(0.002)
         start, began = self._clock(), self._put_since_scan
         try:
+            self._compare(self._directory.exchange_terms(lock, self._terms))
             used, freed = self._look_and_delete(to_free, spared)
         finally:
             unlock(lock)
@@ -207,14 +218,27 @@ class Evictor:
             self._put_since_scan = max(0, self._put_since_scan - began)  # it may have missed these
             self._used = used + self._pending
             self._has_looked = True
-        if self._used > self.budget or (freed < to_free and not spared):
+        if self._used > self.budget.num_bytes or (freed < to_free and not spared):
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
 
+    def _compare(self, theirs: str) -> None:
+        """Warns once if another process that uses the pool has other terms."""
+        if theirs not in ("", self._terms) and not self._has_told:
+            self._has_told = True
+            label = f"file://{self._directory.root}"
+            log.warning("%s: %s: %s", label, *self._differ_from(theirs))
+
+    def _differ_from(self, theirs: str) -> tuple[str, str]:
+        return (
+            f"another process has, or had, ?{theirs}, and this one has ?{self._terms}",
+            "write the same for all: the smallest budget and the shortest lease count for all",
+        )
+
     def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
         """Scans and deletes; returns how many bytes are left, and how many were deleted."""
-        now = time.time_ns()
+        now = self._directory.clock.measured_ns()
         self._directory.sweep()
         used = 0
         expired, candidates = [], []
@@ -223,16 +247,17 @@ class Evictor:
             if kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns:
                 expired.append(file)
                 continue
-            used += _on_disk(file.size)
+            used += on_disk(file.size)
             is_spared = kind is Kind.HANDOFF or file.name in spared
             if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
                 candidates.append(file)
+        self.budget.grow(used)
         expired_ends, _ = self._delete(expired, _ALL)
         freed = expired_ends[0]
-        goal = min(self._goal, self.budget - self._pending)
+        goal = min(self.budget.goal, self.budget.num_bytes - self._pending)
         if spared:
-            goal = self.attainable - self._pending - to_free
-            if used - sum(_on_disk(file.size) for file in candidates) > goal:
+            goal = self.budget.attainable - self._pending - to_free
+            if used - sum(on_disk(file.size) for file in candidates) > goal:
                 candidates.clear()
         elif freed < to_free:
             goal = min(goal, used - max(to_free - freed, used // 10))
@@ -246,7 +271,7 @@ class Evictor:
         return used, freed
 
     def _used_at(self, file: StoredFile) -> int:
-        """Returns when a value was last looked up, which leased it, or put; like `time.time_ns`.
+        """Returns when a value was last looked up, which leased it, or put: its file system's time.
 
         The access time would not do: a read moves it, so a chain's last blocks would go last.
         """
@@ -262,28 +287,15 @@ class Evictor:
         how many values were tried.
         """
         ends: collections.Counter[int] = collections.Counter()
-        sums = [0, *itertools.accumulate(_on_disk(file.size) for file in files)]
+        sums = [0, *itertools.accumulate(on_disk(file.size) for file in files)]
         start = 0
         while start < len(files) and (rest := num_bytes - ends[0] - ends[errno.ENOENT]) > 0:
             stop = min(len(files), bisect_left(sums, sums[start] + rest, start + 1))
             part = files[start:stop]
             for file, why in zip(part, self._directory.delete_unchanged(part), strict=True):
-                ends[why] += _on_disk(file.size)
+                ends[why] += on_disk(file.size)
             start = stop
         return ends, start
-
-
-def default_budget(directory: PoolDirectory) -> int:
-    """Returns 20 GiB, or half of the bytes that `room_of` counts if that half is less."""
-    return min(DEFAULT_BUDGET, room_of(directory, 2 * DEFAULT_BUDGET) // 2)
-
-
-def room_of(directory: PoolDirectory, enough: int) -> int:
-    """Returns the file system's free bytes, plus the pool's own unless `enough` bytes are free."""
-    status = os.statvfs(directory.root)
-    free = status.f_bavail * status.f_frsize
-    own = (_on_disk(file.size) for file in directory.files())
-    return free if free >= enough else free + sum(own)
 
 
 def _is_kept(file: StoredFile, now: int) -> bool:
@@ -292,7 +304,3 @@ def _is_kept(file: StoredFile, now: int) -> bool:
     False for a modification time later than any lease ends: it was set before a clock was set back.
     """
     return now - FRESH_S * _S < file.mtime_ns <= now + MAX_LEASE_S * _S
-
-
-def _on_disk(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE

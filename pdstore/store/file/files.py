@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import resource
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,12 +23,12 @@ from pdstore.errors import (
 )
 from pdstore.native.library import Library
 from pdstore.store.base import Slots
+from pdstore.store.file.mount import FULL
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
 OTHER_LENGTH = -1
 """Stands for an errno where a file does not have the expected length."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KINDS: dict[int, type[StoreError]] = {
     errno.EACCES: StoreDenied,
     errno.EPERM: StoreDenied,
@@ -39,12 +38,26 @@ _KINDS: dict[int, type[StoreError]] = {
     **dict.fromkeys((errno.ELOOP, errno.EISDIR, errno.ENXIO), WrongLength),  # no regular file
     OTHER_LENGTH: WrongLength,
 }
+_REMEDIES = {
+    errno.EACCES: "look at the owner and the mode of its directory",
+    errno.EPERM: "look at the owner and the mode of its directory",
+    errno.EROFS: "mount it so that this instance may write: P puts values, and D leases them",
+    errno.ENOSPC: "free some of its disk",
+    errno.EDQUOT: "free some of this user's quota",
+    errno.EMFILE: "raise ulimit -n to 65536",
+}
+UNREADABLE = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "EACCES", "EPERM", "ESTALE", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENODATA")
+)
+"""Errnos that may be about one file alone: a bad sector, another owner, a stale handle."""
 
 
 def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     """Returns the error for an errno, or for OTHER_LENGTH."""
+    kind = _KINDS.get(why, StoreUnavailable)
     text = "not the length that was asked for" if why == OTHER_LENGTH else os.strerror(why)
-    remedy = ""
+    remedy = _REMEDIES.get(why, "look at its file system" if kind is StoreUnavailable else "")
     with contextlib.suppress(OSError):
         status = os.statvfs(label.partition("://")[2])
         if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put needs up to 2
@@ -53,7 +66,7 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"
     said = f"{label}: {text}: {what}"
-    return _KINDS.get(why, StoreUnavailable)(said, num_done=num_done, remedy=remedy)
+    return kind(said, num_done=num_done, remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -109,15 +122,15 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
     return Ended(len(paths), 0)
 
 
-def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) -> Ended:
+def renew_leases(paths: Sequence[str], now: int, end: int, library: Library | None) -> Ended:
     """Renews the leases of files in turn, until one is missing or fails.
 
     The lease of each file ends 1 ns earlier than that of the file before, so that the last blocks
     of a prompt are evicted first. The native library renews all leases in one call, so that the
     caller waits only once for Python's lock.
+
+    now, end: the time of the file system and the first lease's end, in nanoseconds.
     """
-    now = time.time_ns()
-    end = now + int(lease_s * 1e9)
     if library is not None:
         return Ended(*library.lease_files(paths, now, end))
     num_done = 0
@@ -128,6 +141,17 @@ def renew_leases(paths: Sequence[str], lease_s: float, library: Library | None) 
     except OSError as error:
         return Ended(num_done, error.errno or 0)
     return Ended(num_done, 0)
+
+
+def can_read(path: str) -> bool:
+    """Returns whether the first byte of a file can be read."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, _READ)
+        try:
+            return len(os.read(fd, 1)) == 1
+        finally:
+            os.close(fd)
+    return False
 
 
 def _read(path: str, piece: memoryview, spare: bytearray) -> int:

@@ -16,7 +16,7 @@ from pydantic import ByteSize
 
 from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
-from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
+from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings, cache_directory
@@ -25,22 +25,27 @@ from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
-    FULL,
+    UNREADABLE,
     Ended,
+    can_read,
     error_of,
     named_error,
     read_values,
     renew_leases,
     write_values,
 )
+from pdstore.store.file.mount import FULL, NameCheck, mount_of
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
 _MANY = 64  # a match of so many keys or more is made by the native library
 _MOST_PATHS = 8192
+_NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
+_QUIET_S = 60.0
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
 """A function that writes some of the values of one `put` to their paths, as `write_values` does.
@@ -62,6 +67,8 @@ class FileStore(Store):
     built: returns the native library if it is built, else None: no lookup waits for a compiler.
 
     The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
+
+    doubts: what may not work as the user expects; also logged.
     """
 
     def __init__(
@@ -79,17 +86,19 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
-        self._bell = Bell(root)
+        self._quiet = Deadline(0.0)
         with named_error(self.label, "name a directory that this user may write to"):
             self._directory = PoolDirectory(root, built)
+            self._bell = Bell(root, self._directory.clock.now_ns)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
-        readable = ByteSize(self._evictor.budget).human_readable()
+        self._mount = mount_of(root)
+        readable = ByteSize(self._evictor.budget.num_bytes).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
-        self.doubts = list(_doubts_of(self._evictor))
-        for doubt in self.doubts:
-            log.warning("%s: %s: %s", self.label, *doubt)
+        self.doubts = [*self._evictor.doubts(), *self._mount.doubts()]
+        for _, said, remedy in self.doubts:
+            log_once(log, f"{self.label}: {said}: {remedy}", logging.WARNING)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
@@ -107,14 +116,31 @@ class FileStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         paths = self._enter(keys)
         library = self._built() if len(keys) > 1 else None
-        return self._count(keys, renew_leases(paths, self._lease_s, library))
+        with named_error(self.label, "cannot stamp its files"):
+            now = self._directory.clock.now_ns()
+        end = now + int(self._lease_s * 1e9)
+
+        def renew(start: int) -> Ended:
+            return renew_leases(paths[start:], now, end - start, library)
+
+        return self._serve(
+            keys, paths, renew, lambda path: not renew_leases([path], now, end, None).why
+        )
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         paths = self._enter(keys)
         library = self._built() if len(keys) >= _MANY else None
         if library is not None:
-            return library.find_files(paths)
-        return [os.access(path, os.F_OK) for path in paths]
+            found = library.find_files(paths)
+        else:
+            found = [os.access(path, os.F_OK) for path in paths]
+        if self._mount.remembers_misses and not all(found):
+            check = NameCheck(self.root, self._mount)
+            return [
+                is_there or check.is_there(path)
+                for is_there, path in zip(found, paths, strict=True)
+            ]
+        return found
 
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
@@ -124,7 +150,11 @@ class FileStore(Store):
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)
-        return self._count(keys, read_values(paths, slots))
+
+        def read(start: int) -> Ended:
+            return read_values(paths[start:], slots.part(start, len(keys)))
+
+        return self._serve(keys, paths, read, can_read)
 
     def get_right(
         self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
@@ -170,8 +200,8 @@ class FileStore(Store):
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         self._lifecycle.check()
-        now = time.time_ns()
         with named_error(self.label, "cannot be listed"):
+            now = self._directory.clock.now_ns()
             for file in self._directory.files():
                 if file.name.startswith(prefix):
                     age_s = max(0, now - file.atime_ns) / 1e9
@@ -186,13 +216,12 @@ class FileStore(Store):
                 return None
 
     def why_too_long(self, num_bytes: int) -> str | None:
-        budget = self._evictor.budget
-        why = f"{self.label}: a value of {num_bytes} bytes is more than its budget={budget}"
-        return why if num_bytes > budget else None
+        why = self._evictor.budget.why_too_long(num_bytes)
+        return why and f"{self.label}: {why}"
 
     def room(self) -> Room:
         used_bytes = sum(value.num_bytes for value in self.stored_values())
-        capacity = self._evictor.attainable
+        capacity = self._evictor.budget.attainable
         return Room("a directory", used_bytes, capacity, None, "the least recently used goes first")
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -228,7 +257,8 @@ class FileStore(Store):
                 else:
                     stop = n + self._evictor.admit(sizes[n:])
             if stop == n:
-                raise StoreFull(f"{self.label}: all is leased: {keys[n]}", num_done=n)
+                why, remedy = self._evictor.budget.why_full(sizes[n])
+                raise StoreFull(f"{self.label}: {why}: {keys[n]}", num_done=n, remedy=remedy)
             try:
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
@@ -271,12 +301,52 @@ class FileStore(Store):
         self._lifecycle.enter(keys, slots)
         return list(map(self._path_of, keys))  # cached, because the same keys come again
 
-    def _count(self, keys: Sequence[BlockKey], ended: Ended) -> int:
-        """Returns how many values were found; a missing file is no error. Raises StoreError."""
-        n, why = ended
-        if why not in (0, errno.ENOENT):
-            raise error_of(self.label, why, keys[n], n)
-        return n
+    def _serve(
+        self,
+        keys: Sequence[BlockKey],
+        paths: Sequence[str],
+        serve: Callable[[int], Ended],
+        can_serve: Callable[[str], bool],
+    ) -> int:
+        """Returns how many leading values a call serves; a missing file is no error.
+
+        A value that fails alone counts as missing and is moved away, so that a put stores it again.
+
+        serve: serves the values from an index on. can_serve: tries the same for one path.
+        Raises StoreError.
+        """
+        n, why = serve(0)
+        if why == errno.ENOENT and self._mount.remembers_misses:
+            n, why = self._look_again(paths, n, serve)
+        if why in (0, errno.ENOENT):
+            return n
+        if why in UNREADABLE and self._is_alone(paths, n, can_serve):
+            self._give_up(paths[n], why)
+            return n
+        raise error_of(self.label, why, keys[n], n)
+
+    def _look_again(self, paths: Sequence[str], n: int, serve: Callable[[int], Ended]) -> Ended:
+        """Goes on behind each value that this host's kernel wrongly believed missing."""
+        check, why = NameCheck(self.root, self._mount), errno.ENOENT
+        while why == errno.ENOENT and check.is_there(paths[n]):
+            more, why = serve(n)
+            n += more
+            if not more:  # it is gone again
+                break
+        return Ended(n, why)
+
+    def _is_alone(self, paths: Sequence[str], n: int, can_serve: Callable[[str], bool]) -> bool:
+        """Returns whether another value can be served now, so that the store works."""
+        pool_id = self._path_of(POOL_ID_KEY)
+        others = [*paths[max(0, n - 1) : n], pool_id, *paths[n + 1 : n + 1 + _NEIGHBOURS]]
+        return any(can_serve(path) for path in others if path != paths[n])
+
+    def _give_up(self, path: str, why: int) -> None:
+        is_moved = self._directory.move_away(path)
+        if self._quiet.is_over():
+            self._quiet = Deadline(_QUIET_S)
+            what = "it is moved away, to be stored again" if is_moved else "delete it"
+            log.warning("%s cannot be read (%s), and others can: %s", path, os.strerror(why), what)
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
@@ -293,15 +363,6 @@ def _options_of(url: StoreURL) -> dict[str, Any]:
         raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     root = Path(url.path) if url.path else cache_directory("pool")
     return {"root": root, "budget": budget, "lease_s": lease_s}
-
-
-def _doubts_of(evictor: Evictor) -> Iterator[tuple[str, str]]:
-    """Yields a problem and its remedy if the budget is larger than what the file system has."""
-    if evictor.attainable < evictor.budget:
-        budget, most = ByteSize(evictor.budget), ByteSize(evictor.attainable)
-        said = f"?budget={budget.human_readable()}, and its file system has {most.human_readable()}"
-        less = ByteSize(most * 9 // 10).human_readable()
-        yield said, f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)"
 
 
 def _check_sizes(slots: Slots) -> None:

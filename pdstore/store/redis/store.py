@@ -68,6 +68,10 @@ class RedisStore(Store):
         """Seconds of a lease; 0 until the first match has asked the server whether it evicts."""
         return self._lease_s or 0.0
 
+    @property
+    def expires_blocks(self) -> bool:
+        return True
+
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._lifecycle.enter(keys)
         n, window = 0, _FIRST_WINDOW

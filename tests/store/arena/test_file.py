@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import run_together
+from tests.support.fuse_mount import mounted
 
 MIB = 1 << 20
 
@@ -77,14 +80,52 @@ def test_an_arena_of_another_version_is_refused(library, path):
 @pytest.mark.parametrize(
     ("size", "slab"),
     [
-        *((100 * MIB, 1000), (8 << 30, 8 << 30), (MIB, 2 * MIB), (100, None)),
+        *((100 * MIB, 1000), (8 << 30, 8 << 30), (MIB, 2 * MIB)),
         *((1024 * MIB, 4096), (16 << 40, 128 * MIB)),
     ],
 )
 def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, slab):
     monkeypatch.setattr(
-        os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 38, f_frsize=4096)
+        os,
+        "statvfs",
+        lambda path: SimpleNamespace(f_bavail=1 << 38, f_blocks=1 << 38, f_frsize=4096),
     )
     with pytest.raises(ConfigError, match=r"no arena has .* or leave .slab= out"):
         open_arena_file(path, library, size, slab)
     assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("size", [1, 64, 65_535])
+def test_a_size_without_its_unit_is_told_with_one(library, path, size):
+    with pytest.raises(ConfigError, match=r"\?size=.* is less than .*: write a .* \?size=64GiB"):
+        open_arena_file(path, library, size, None)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+@pytest.mark.parametrize(
+    ("kind", "options", "size", "words"),
+    [
+        ("ramfs", "mode=700", None, "does not tell its free space: write a ?size="),
+        ("ramfs", "mode=700", MIB, "is on ramfs, which does not make"),
+        ("hugetlbfs", "mode=700", None, "does not tell its free space: write a ?size="),
+        ("tmpfs", "mode=700,size=64k", None, "is full, 64.0KiB are free: delete files there"),
+    ],
+)
+def test_a_file_system_that_holds_no_arena_is_told(library, tmp_path, kind, options, size, words):
+    mount = ["mount", "-t", kind, "-o", options, kind, str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip(f"this kernel or this container mounts no {kind}")
+    try:
+        with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+            open_arena_file(tmp_path / "arena", library, size, None)
+        assert str(tmp_path) in str(caught.value)
+        assert os.listdir(tmp_path) == []
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_fuse_holds_no_arena(library, tmp_path):
+    words = "is on fuse, which does not make files without a name (O_TMPFILE): name a directory in"
+    with mounted(tmp_path) as disk, pytest.raises(ConfigError, match=re.escape(words)):
+        open_arena_file(disk.at / "arena", library, MIB, None)

@@ -181,7 +181,7 @@ def test_a_put_wakes_whoever_waits_for_a_change(open_arena):
         ("shm://a?colour=red", "unknown option"),
         ("shm://a?size=900TiB", "free"),
         ("shm://a?size=1MiB&slab=1000", "slab"),
-        ("shm://a?size=1KiB", "slab"),
+        ("shm://a?size=1KiB", "less than the smallest arena"),
     ],
 )
 def test_a_url_that_does_not_fit_says_why(url, words, tmp_path):

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from pdstore.errors import ConfigError, StoreDenied
+from pdstore.store.connect import read_pool_id
 from pdstore.store.file.store import FileStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put
 from tests.support.file_pool import fill, path_of, planted_at, root_of
+from tests.support.fuse_mount import mounted
 
 
 def test_directories_and_files_are_the_users_own(tmp_path):
@@ -100,8 +102,10 @@ def test_a_directory_of_another_user_is_denied(tmp_path, monkeypatch):
 def test_a_directory_that_others_can_write_to_is_denied(tmp_path):
     (tmp_path / "pool").mkdir()
     (tmp_path / "pool").chmod(0o777)
-    with pytest.raises(StoreDenied, match="chmod 700"):
+    words = f"chmod 700 it, or name a folder in it, file://{tmp_path}/pool/pool"
+    with pytest.raises(StoreDenied, match=words):
         FileStore(tmp_path / "pool")
+    FileStore(tmp_path / "pool" / "pool").close()
 
 
 def test_a_directory_with_other_files_is_no_pool(tmp_path):
@@ -111,6 +115,54 @@ def test_a_directory_with_other_files_is_no_pool(tmp_path):
         FileStore(tmp_path)
     assert (tmp_path / "00" / "precious").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["00"]
+
+
+def without_lock(store):
+    """The pool's directory, after a program that deletes what nobody has touched for days."""
+    store.close()
+    (root_of(store) / "pool.lock").unlink()
+    return root_of(store)
+
+
+def test_a_pool_that_lost_its_lock_file_is_still_one(store, tmp_path, closed_after):
+    read_pool_id(store)
+    keys = fill(store, 5)
+    with contextlib.closing(FileStore(root_of(store))) as listening:
+        listening.wait_for_change(None, 0.0)
+        root = without_lock(store)
+        (root / "tmp" / "77-0123456789abcdef-3-12").touch()
+        (root / "00").mkdir(exist_ok=True)
+        (root / "00" / ".nfs0000000000a1b2").touch()
+        again = closed_after(FileStore(root))
+        assert again.match(keys) == 5
+        assert (root / "pool.lock").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["00/precious", "tmp/notes.txt", "bells/x", "readme", "zz/pds1:a", "00/pds1"]
+)
+def test_no_directory_with_one_file_of_somebody_else_is_a_pool(store, name):
+    fill(store, 3)
+    root = without_lock(store)
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).touch()
+    words = rf"holds other files \({name.removesuffix('/pds1:a')}\) and is no pool"
+    with pytest.raises(ConfigError, match=words):
+        FileStore(root)
+    assert (root / name).exists()
+    assert not (root / "pool.lock").exists()
+
+
+def test_a_directory_that_has_only_tmp_or_a_link_is_no_pool(tmp_path, store):
+    (tmp_path / "user" / "tmp").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds other files \(tmp\)"):
+        FileStore(tmp_path / "user")
+    fill(store, 1)
+    root = without_lock(store)
+    unused = next(n for n in range(256) if not (root / f"{n:02x}").exists())
+    (root / f"{unused:02x}").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=rf"holds other files \({unused:02x}\)"):
+        FileStore(root)
 
 
 def test_a_clear_deletes_links_and_not_what_they_lead_to(store, tmp_path):
@@ -161,6 +213,45 @@ def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):
     (root_of(store) / "tmp").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="tmp is a link or a file: make it a directory"):
         FileStore(root_of(store))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a tmpfs")
+def test_a_read_only_mount_is_told_with_what_to_change(full_disk):
+    FileStore(full_disk / "pool").close()
+    subprocess.run(["mount", "-o", "remount,ro", full_disk], check=True)
+    with pytest.raises(StoreDenied, match=r"Read-only file system: .*; mount it so that this"):
+        FileStore(full_disk / "pool")
+
+
+LACKS = {
+    "link": ("has no hard links", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EIO"]),
+    "colon": ("does not take ':' in names", ["EINVAL", "ENOENT"]),
+    "utimens": ("does not set times of files", ["ENOSYS", "EPERM", "EOPNOTSUPP"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        pytest.param(call, why, marks=[pytest.mark.nightly] if n else [])
+        for call, (_, whys) in LACKS.items()
+        for n, why in enumerate(whys)
+    ],
+)
+def test_a_file_system_that_lacks_something_is_told_at_the_start(tmp_path, call, why):
+    with mounted(tmp_path, **{call: why}) as disk:
+        with pytest.raises(ConfigError) as caught:
+            FileStore(disk.at / "pool", budget=1 << 30)
+        said = f"the file system of {disk.at}/pool {LACKS[call][0]} ("
+        assert str(caught.value).startswith(said)
+        assert "name a directory on another one, or use redis://" in str(caught.value)
+        assert [path.name for path in (disk.behind / "pool" / "tmp").iterdir()] == []
+
+
+def test_a_file_system_that_keeps_no_times_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "utime", lambda *args, **kwargs: None)
+    with pytest.raises(ConfigError, match=r"does not set times of files \(a file does not keep"):
+        FileStore(tmp_path / "pool")
 
 
 def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):

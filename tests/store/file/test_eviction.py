@@ -13,7 +13,7 @@ import pytest
 from pdstore.errors import StoreFull
 from pdstore.format.keys import BlockKey
 from pdstore.store.file.directory import PoolDirectory, try_lock
-from pdstore.store.file.eviction import Evictor, default_budget
+from pdstore.store.file.eviction import Evictor
 from pdstore.store.file.store import FileStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put
@@ -191,15 +191,6 @@ def test_a_marker_is_taken_by_a_store_that_is_full_of_leases(store):
     assert stored(store, keys) == keys
 
 
-def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
-    directory = PoolDirectory(full_disk / "pool")
-    before = default_budget(directory)
-    assert 1.5 * 2**20 < before <= 2 * 2**20
-    with contextlib.closing(FileStore(full_disk / "pool")) as store:
-        fill(store, 20)
-    assert default_budget(directory) == pytest.approx(before, rel=0.05)
-
-
 def test_a_large_pool_is_looked_at_beside_its_puts(tmp_path):
     """Nobody waits for it: here the look cannot even begin before the put has returned."""
     step = 64 << 20
@@ -239,11 +230,3 @@ def test_a_large_pool_that_is_over_its_budget_makes_room_before_it_takes_more(tm
     assert evictor.admit([2 * step])
     assert not (place / "old").exists()
     evictor.close()
-
-
-def test_a_budget_above_the_file_system_is_told_at_the_start(full_disk, caplog):
-    with contextlib.closing(FileStore(full_disk / "pool", budget=20 << 30)) as store:
-        assert 3 << 20 < store.room().capacity_bytes <= 4 << 20
-    [said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "?budget=20.0GiB, and its file system has " in said
-    assert "write ?budget=3.6MiB, or use a larger one" in said
