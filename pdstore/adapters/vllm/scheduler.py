@@ -233,8 +233,8 @@ class PDStoreConnectorScheduler:
         return bool(self._aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
-        """Forgets all values of this namespace in the pool; returns False if the store fails."""
-        return self._cache is None or self._cache.clear()
+        """Leaves the pool as it is, because other instances use it too; returns True."""
+        return True
 
     def close(self) -> None:
         self._records.close()
