@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _WRITERS = (
     *("finish_weight_update", "load_weights", "load_model", "apply_model", "wake_up"),
 )
 """Methods of vLLM's worker, runner and models that may write weights."""
-_COLUMNS = 1024
+_SLICES = 512
 _BEGUN = RankWeights()
 
 
@@ -97,7 +98,8 @@ class WeightsWatch:
         """Notices writes since the last call; call it before a step runs.
 
         step: the step's number. asked: the number of the scheduler's last question.
-        counts: True to look at the version counters too, which takes 0.1 ms for 1,000 tensors.
+        counts: True to look at the version counters and addresses too, which takes 0.3 ms for
+          1,000 tensors on a slow core.
         Returns the rank's state if it has changed or was asked for, else None.
         """
         is_asked = asked > self.state.answered
@@ -123,8 +125,9 @@ class WeightsWatch:
         self._counted = [each for each in tensors.values() if not each.is_inference()]
         return digest_of(tensors)
 
-    def _count(self) -> list[tuple[int, int]]:
-        return [(each._version, each.data_ptr()) for each in self._counted]
+    def _count(self) -> list[int]:
+        versions = map(attrgetter("_version"), self._counted)
+        return [*versions, *map(torch.Tensor.data_ptr, self._counted)]
 
     def _observe(self, owner: object, names: Iterable[str]) -> None:
         for name in names:
@@ -145,8 +148,8 @@ class WeightsWatch:
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Returns a digest of tensors and their names; equal bits give equal digests.
 
-    Each byte of each tensor is in one of the sums that are hashed. The device adds them up, so 1 GB
-    takes about a millisecond on a GPU, and the caller waits for the device once.
+    Each byte of each tensor is in one of the sums that are hashed. The tensor's own device adds
+    them up, at about the speed of its memory; the caller waits once for each device.
     """
     digest = hashlib.sha256()
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -160,19 +163,19 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of a tensor's 32-bit words in 1,024 columns, and the words of the rest."""
+    """Returns, as bytes, the sums of 512 slices of a tensor's 64-bit words, and what is left."""
     is_dense = tensor.numel() == 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     if not is_dense:
         tensor = tensor.contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    is_whole = (flat.numel() * flat.element_size()) % 4 == 0 and flat.data_ptr() % 4 == 0
-    offset = flat.storage_offset() * flat.element_size()
-    words = flat.view(torch.int32 if is_whole and offset % 4 == 0 else torch.uint8)
-    end = words.numel() - words.numel() % _COLUMNS
-    columns = words[:end].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    return torch.cat([columns, words[end:].to(torch.int64)])
+    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    end = data.numel() - data.numel() % (8 * _SLICES)
+    whole = data[:end]
+    if (whole.storage_offset() | whole.data_ptr()) % 8:
+        whole = whole.clone()
+    sums = whole.view(torch.int64).view(_SLICES, -1).sum(1)  # modulo 2 ** 64
+    return torch.cat([sums.view(torch.uint8), data[end:]])
 
 
 def _weights(
