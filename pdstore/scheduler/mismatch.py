@@ -48,7 +48,7 @@ _OTHER_TOKENS = (
 )
 _OTHER_UPDATE = (
     "weights updated in place: the prefill instance's are {}, this one's are {}, so its KV does not"
-    " fit here: update both alike, with the same tensor-parallel size, or restart both"
+    " fit here: update both alike, with equal numbers of ranks, or restart both"
 )
 _OTHER_WEIGHTS = (
     "the weights' files of the prefill instance {} are {}, those here are {}, although"

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from pdstore.errors import Direction, Reason
 from pdstore.format.layout import NO_BLOCK, Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
+from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
@@ -96,7 +98,7 @@ class PDStoreConnectorWorker:
         PDStoreError if pdstore does not support the cache.
         """
         config = self.vllm_config
-        self._weights = WeightsWatch.of_caller(config)
+        self._weights = call_or(partial(WeightsWatch.of_caller, config), self._weights)
         layout, caches = layout_of(self.settings, config, self.kv_cache_config, kv_caches)
         namespace = layout.namespace(self.settings, weights=revision_of(self.settings, config))
         tensors = list(caches.values())

@@ -17,7 +17,7 @@ from tests.adapters.vllm.asking import (
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.kv import eventually
 
-LONG = 900
+LONG, NUM_RANKS = 900, 2
 RESET = "/reset_prefix_cache?reset_external=true"
 
 
@@ -107,3 +107,26 @@ def test_kv_in_vllms_own_cache_is_not_saved_under_another_weights_name(two, chec
     for server in two:
         post(server, RESET)
     assert handed_over(p, d, prompt) == LONG
+
+
+@pytest.mark.nightly  # vLLM's ranks spin while they wait
+def test_each_rank_tells_of_its_own_weights(launcher, checkpoints, tmp_path):
+    options, env = (
+        (*CACHING, f"--tensor-parallel-size={NUM_RANKS}"),
+        switched_on(f"file://{tmp_path}/pool"),
+    )
+    both = launcher.vllm("ranks", checkpoints("llama"), *options, env=env).wait_ready()
+    prompt, ends = new_prompt(LONG), LONG - LONG % 64
+
+    def loaded():
+        post(both, RESET)
+        since = Since(both)
+        ask(both, prompt)
+        assert_idle(both)
+        return since.loaded / NUM_RANKS
+
+    assert [loaded(), loaded()] == [0, ends]
+    for seed in (1, 0):
+        update(both, checkpoints("llama", seed))
+        assert [loaded(), loaded()] == [0 if seed else ends, ends]
+    both.stop()
