@@ -17,7 +17,8 @@ from tests.adapters.vllm.asking import (
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.kv import eventually
 
-LONG, NUM_RANKS = 900, 2
+LONG = 900
+NUM_RANKS = 2
 RESET = "/reset_prefix_cache?reset_external=true"
 
 
