@@ -172,6 +172,7 @@ class Reason(str, enum.Enum):
     HANDOFF_FAILED = "handoff_failed"  # P reported that it could not store all of the prompt
     HANDOFF_LATE = "handoff_late"  # P's marker did not appear before D's deadline
     HANDOFF_DEAD = "handoff_dead"  # P's heartbeat stopped before its marker appeared
+    HANDOFF_GONE = "handoff_gone"  # the pool has nothing of the hand-off, and P does not beat
     DEADLINE = "deadline"  # a job or a lookup did not end in time
     STORE_DOWN = "store_down"  # the store cannot be reached, or the breaker is open
     STORE_SLOW = "store_slow"  # a store call timed out

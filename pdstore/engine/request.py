@@ -89,9 +89,15 @@ class JobEnd:
     in_store: Interval | None = None
 
     @classmethod
-    def fault(cls, direction: Direction, request_id: str = "", number: int | None = None) -> JobEnd:
+    def fault(
+        cls,
+        direction: Direction,
+        request_id: str = "",
+        number: int | None = None,
+        reason: Reason = Reason.FAULT,
+    ) -> JobEnd:
         """Returns the end of a job that could not begin."""
-        return cls(request_id, number, direction, 0, Reason.FAULT)
+        return cls(request_id, number, direction, 0, reason)
 
     @classmethod
     def of_job(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
@@ -168,6 +174,7 @@ class EngineRequest:
         self._shortfall: Reason | None = None
         self._is_fed = False  # the whole prompt was given to the model
         self._is_answering = False
+        self._has_left = False
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, self.params)
             if Handoff.of(self.params) is not None:  # the router has asked P and D at once
@@ -270,6 +277,14 @@ class EngineRequest:
         self._load = None
         self._shortfall = self._shortfall or reason
 
+    def leave_pool(self) -> None:
+        """Makes the request neither load nor save nor hand over anything from now on.
+
+        An adapter calls it if the request's KV may not be what its keys name.
+        """
+        self._has_left = True
+        self.give_up(Reason.NAMESPACE)
+
     @property
     def reason(self) -> Reason | None:
         """The reason why less than all was found or loaded so far; None if nothing is missing."""
@@ -360,7 +375,9 @@ class EngineRequest:
         """True while some of the prompt must be saved, or its hand-off published; never in D."""
         is_saved = self.num_saved >= self._end_of_saves
         is_published = self.is_published or self.handoff is None
-        return self.settings.role != "decode" and not (is_saved and is_published)
+        if self._has_left or self.settings.role == "decode":
+            return False
+        return not (is_saved and is_published)
 
     @property
     def _end_of_saves(self) -> int:

@@ -111,6 +111,7 @@ class Handoff:
     last_save: why P could not store all of its last save; then D waits for `started` as well.
       None if P stored all of it.
     weights_files: a digest of the files of P's weights; None unless P has PDSTORE_WEIGHTS.
+    weights_update: a digest of P's weights, in hex; None unless they were written in place.
     """
 
     id: HandoffId
@@ -121,6 +122,7 @@ class Handoff:
     last_block: str | None = None
     last_save: str | None = None
     weights_files: str | None = None
+    weights_update: str | None = None
 
     @classmethod
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
@@ -144,7 +146,7 @@ class Handoff:
 
         hexes = {
             name: checked(name, _is_hex, f"{2 * HASH_BYTES} lower-case hex digits")
-            for name in (_ID, "instance", "namespace", "pool_id", "last_block")
+            for name in (_ID, "instance", "namespace", "pool_id", "last_block", "weights_update")
         }
         fields = checked(
             "fields", lambda f: isinstance(f, Mapping) and len(f) <= 64, "a small object"
@@ -175,6 +177,7 @@ class Handoff:
             "last_block": self.last_block,
             "last_save": self.last_save,
             "weights_files": self.weights_files,
+            "weights_update": self.weights_update,
         }
         return {_NAME: {name: value for name, value in said.items() if value is not None}}
 

@@ -3,13 +3,16 @@
 The format is fixed so that every engine, language and router derives the same keys
 (tests/format/vectors/keys.json):
 
-    root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt))
+    root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt) [| lp(weights digest)])
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
     key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
 
 `H` is sha256 cut to 16 bytes. `lp` puts the length of some bytes in front of them, as little-endian
 u32. An extra is the content hash of a multimodal item, followed by the item's offset from the
 block's first token as little-endian int32.
+
+The weights' digest is left out while the weights are those that the namespace names: it is there
+after weights were written in place.
 
 A namespace names the properties that must be equal if two instances are to share blocks.
 """
@@ -202,6 +205,7 @@ class PromptKeys:
       lora: a digest of the LoRA adapter's weights; empty without a LoRA adapter.
       cache_salt: the request's own salt; empty if the request has none.
       items: the prompt's multimodal items in order of offset.
+      weights: a digest of the engine's weights if they were written in place, else empty.
     """
 
     def __init__(
@@ -211,6 +215,7 @@ class PromptKeys:
         lora: bytes = b"",
         cache_salt: bytes = b"",
         items: Sequence[MultimodalItem] = (),
+        weights: bytes = b"",
     ) -> None:
         self.namespace = namespace
         self.block_tokens = namespace.block_tokens
@@ -221,6 +226,7 @@ class PromptKeys:
             for block in range(first, (item.offset + item.length - 1) // self.block_tokens + 1):
                 self._items_of.setdefault(block, []).append(item)
         root = namespace.digest + length_prefixed(lora) + length_prefixed(cache_salt)
+        root += length_prefixed(weights) if weights else b""
         self._root = sha256(root).digest()[:HASH_BYTES]
         self._full: list[bytes] = []
         self._rest = b""  # the tail's tokens, little-endian int32

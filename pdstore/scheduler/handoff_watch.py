@@ -11,6 +11,7 @@ import enum
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 
 from pdstore.errors import Reason, reason_of
@@ -34,6 +35,7 @@ class Verdict(enum.Enum):
     FAILED = "some of it will not come"
     BEGUN = "P stores it now: enough for a lookup that follows"
     DEAD = "P has stopped beating"
+    GONE = "P does not beat, and the store has no sign of it or of the hand-off"
     LATE = "its time is up"
     OTHER_POOL = "P uses another pool"
     ANSWERED = "its lookup was cancelled, or its time is long up"
@@ -42,6 +44,7 @@ class Verdict(enum.Enum):
 _REASONS = {
     Verdict.FAILED: Reason.HANDOFF_FAILED,
     Verdict.DEAD: Reason.HANDOFF_DEAD,
+    Verdict.GONE: Reason.HANDOFF_GONE,
     Verdict.LATE: Reason.HANDOFF_LATE,
     Verdict.OTHER_POOL: Reason.OTHER_POOL,
 }
@@ -75,6 +78,7 @@ class HandoffWait(Waiter):
         self._end = end
         self._is_elsewhere = is_elsewhere
         self._was_asked = False
+        self._has_sign = False  # the store had a marker or a beat
         name = self.handoff.id
         self._failed = name.failed(namespace)
         self._started = name.started(namespace)
@@ -115,12 +119,13 @@ class HandoffWait(Waiter):
             self._was_asked = True
             if self._is_elsewhere(self.handoff):
                 return Verdict.OTHER_POOL
+        self._has_sign |= any(key in stored for key in self.wanted())
         verdict = self._judge_markers(stored, asked_at)
         if verdict is not None:
             return verdict
         self._pulse.update(stored, asked_at)
         if self._pulse.is_silent():
-            return Verdict.DEAD
+            return Verdict.DEAD if self._has_sign else Verdict.GONE
         return Verdict.LATE if self.lookup.marker_deadline.is_over() else None
 
     def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
@@ -199,8 +204,11 @@ class HandoffWatch:
             self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
         if lookup.poll() is not None:
             return
-        is_unheard = why in (Verdict.LATE, Verdict.DEAD)
+        is_unheard = why in (Verdict.LATE, Verdict.DEAD, Verdict.GONE)
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):
             why = Verdict.OTHER_POOL  # at the first answer, the pool's id was not known
         fault = Match.miss(lookup.keys, Reason.FAULT)
-        lookup.finish(call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault))
+        found = call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault)
+        if found.num_tokens and found.reason is Reason.HANDOFF_GONE:
+            found = replace(found, reason=Reason.HANDOFF_DEAD)  # P has stored a part of it
+        lookup.finish(found)

@@ -58,6 +58,10 @@ _OTHER_TOKENS = (
     " adapter, images, cache_salt; or another prompt of the same request): give both instances"
     " the same --tokenizer and --chat-template"
 )
+_OTHER_UPDATE = (
+    "weights updated in place: the prefill instance's are {}, this one's are {}, so its KV does not"
+    " fit here: update both alike, with equal numbers of ranks, or restart both"
+)
 _OTHER_WEIGHTS = (
     "the weights' files of the prefill instance {} are {}, those here are {}, although"
     " PDSTORE_WEIGHTS is {} on both: if the weights differ too, answers are wrong. Give each"
@@ -146,6 +150,7 @@ class Mismatches:
     pool: the id of the pool behind the store.
     weights_files: a digest of the weights' files; None until a thread has read the files, and for
       ever if there is nothing to compare.
+    weights_update: a digest of the weights if they were written in place, else empty.
     router_duty, weights_of: as `PrefixCacheManager` takes them.
     Any thread may call it.
     """
@@ -163,6 +168,7 @@ class Mismatches:
         self._store = store
         self._has_unexplained = False  # absent blocks, of a store in which blocks expire
         self.weights_files: str | None = None
+        self.weights_update = b""
         self._settings = settings
         self._namespace = namespace
         self._label = store.label
@@ -206,6 +212,10 @@ class Mismatches:
                 f"the prefill instance's KV does not fit this one: {'; '.join(differences)}:"
                 " start P and D with the same"
             )
+            return False
+        if handoff.namespace and (handoff.weights_update or "") != self.weights_update.hex():
+            both = map(_updated, (handoff.weights_update, self.weights_update.hex()))
+            self._log.warn(_OTHER_UPDATE.format(*both), about=_OTHER_UPDATE)
             return False
         if not handoff.is_of(keys):
             message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
@@ -270,3 +280,7 @@ def _num_evicted(store: Store) -> int | None:
         return teller.room().num_evicted if teller is not None else None
     except StoreError:
         return None
+
+
+def _updated(digest: str | None) -> str:
+    return f"updated to {digest[:8]}" if digest else "those of its start"

@@ -100,8 +100,21 @@ class PrefixCacheManager:
         lora, cache_salt, items: as `PromptKeys` takes them.
         Raises ValueError for a token id outside this range.
         """
-        keys = PromptKeys(self.namespace, lora=lora, cache_salt=cache_salt, items=items)
+        keys = PromptKeys(
+            self.namespace,
+            lora=lora,
+            cache_salt=cache_salt,
+            items=items,
+            weights=self._mismatches.weights_update,
+        )
         return keys.extend(token_ids)
+
+    def use_weights(self, digest: bytes) -> None:
+        """Makes all later keys and hand-offs name weights that were written in place.
+
+        digest: of the weights, 16 bytes; empty for the weights that the namespace names.
+        """
+        self._mismatches.weights_update = digest
 
     def claim(self, keys: PromptKeys, first_block: int) -> int:
         """Returns the first block, from `first_block` on, that no save of the last second has.
@@ -189,6 +202,7 @@ class PrefixCacheManager:
             last_block=keys.hash_of(len(keys) - 1).hex() if len(keys) else None,
             last_save=last_save,
             weights_files=self._mismatches.weights_files,
+            weights_update=self._mismatches.weights_update.hex() or None,
         )
         return handoff.id, handoff.params() if self._settings.publish else {}
 

@@ -64,6 +64,11 @@ ADVICE: dict[Reason, Advice] = {
         "P's heartbeat stopped before its marker came: P died, or could not write to the store",
         "whether P lives; its log, and its drops by reason",
     ),
+    Reason.HANDOFF_GONE: Advice(
+        "the pool has nothing of the hand-off, not even a sign of P: it was purged or evicted, its"
+        " marker expired, or P ended before it stored anything",
+        "whether somebody ran `pdstore purge`; the pool's size; `PDSTORE_HANDOFF_TTL_S`; P's log",
+    ),
     Reason.DEADLINE: Advice(
         "a job or a lookup took longer than its time limit",
         "`pdstore_store_seconds`; the load of the store and its network",

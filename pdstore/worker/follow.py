@@ -133,6 +133,7 @@ class Follow(Waiter):
         self._has_asked = handoff.instance is not None
         self._pulse = Pulse(namespace, handoff.instance, clock=clock)
         self._stall_s = stall_s
+        self._has_sign = False  # the store had a marker, a beat, or a block that was awaited
         self._lanes: list[_Lane] = []
         for n in reversed(prompt.layout.held_ranges):
             self._lanes.append(_Lane(work, n, *self._lanes[-1:]))
@@ -151,6 +152,7 @@ class Follow(Waiter):
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
         if self.is_over:
             return None
+        self._has_sign |= any(key in stored for key in self.wanted())
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
         is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._stall_s / 2)
@@ -194,6 +196,7 @@ class Follow(Waiter):
         except StoreError:  # the next search tries it again
             return
         self._has_asked = True
+        self._has_sign |= started is not None
         instance = self._handoff.instance_of(started) if started is not None else None
         self._pulse = Pulse(self._namespace, instance, clock=self._clock)
 
@@ -208,5 +211,5 @@ class Follow(Waiter):
         """Returns the reason if P has been silent for too long; None if more blocks may come."""
         self._pulse.update(stored, asked_at)
         if self._pulse.is_silent():
-            return Reason.HANDOFF_DEAD
+            return Reason.HANDOFF_DEAD if self._has_sign else Reason.HANDOFF_GONE
         return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None

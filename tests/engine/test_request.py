@@ -196,3 +196,15 @@ def test_decoded_blocks_have_the_keys_of_the_next_turns_prompt(request_of, num_p
         assert save.keys.hashes() == whole.hashes()
     assert request.plan_answer_save(stop, TOKENS) is None, "it is planned once"
     assert request.keys.num_tokens == num_prompt
+
+
+def test_a_request_that_has_left_the_pool_saves_loads_and_hands_over_nothing(request_of, instance_):
+    saved(instance_)
+    request = published_by(request_of(may_load=True))
+    eventually(request.poll)
+    request.leave_pool()
+    assert request.find(0, len(PROMPT)) == 0
+    assert compute(request, 128, 172) == [None, None]
+    assert request.plan_answer_save(400, TOKENS) is None
+    assert request.answer == {}
+    assert request.end() == request.handoff, "D need not wait for it"

@@ -23,6 +23,7 @@ def test_parameters_come_back_as_they_went():
         last_block="12" * 16,
         last_save="store_full",
         weights_files="sha256:0123",
+        weights_update="34" * 16,
     )
     assert Handoff.of(handoff.params()) == handoff
 

@@ -101,6 +101,21 @@ def test_each_field_changes_the_keys():
     assert len(set(firsts)) == len(firsts)
 
 
+def test_weights_that_were_written_in_place_are_in_the_root_behind_all_else():
+    def first(**changes):
+        return PromptKeys(NAMESPACE, **changes).extend([1, 2, 3, 4]).hash_of(0)
+
+    def lp(data: bytes) -> bytes:
+        return len(data).to_bytes(4, "little") + data
+
+    root = hashlib.sha256(NAMESPACE.digest + lp(b"l") + lp(b"") + lp(b"w")).digest()[:16]
+    block = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()[:16]
+    assert first(lora=b"l", weights=b"w") == block
+    assert first(lora=b"l", weights=b"") == first(lora=b"l")
+    changes = ({}, {"lora": b"w"}, {"cache_salt": b"w"}, {"weights": b"w"})
+    assert len({first(**each) for each in changes}) == len(changes)
+
+
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_keys_are_equal_in_every_process_and_hash_seed(seed):
     code = (

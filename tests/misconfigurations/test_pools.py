@@ -201,7 +201,7 @@ def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, capl
     marker = Handoff.of(params).id.done(p.namespace, 0)
     with server.client() as client:  # a match by the store would be a use, and prolong it
         eventually(lambda: not client.exists(marker), SOON_S)
-    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD)
+    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_GONE)
     assert_said(caplog, "a lookup fell short (handoff_")
 
 
@@ -274,7 +274,7 @@ def test_a_p_that_dies_before_it_has_published_is_told_at_ds_deadline(over, capl
     p, d = over("memory://dies"), over("memory://dies", handoff_wait_s=0.5)
     eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
     _, params = p.cache.announce(p.cache.keys(PROMPT))
-    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD)
+    assert found(d, params).reason in (Reason.HANDOFF_LATE, Reason.HANDOFF_GONE)
     assert_said(caplog, "a lookup fell short (handoff_", "whether P lives")
 
 

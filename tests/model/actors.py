@@ -279,8 +279,8 @@ class Actors:
         if verdict is Verdict.BEGUN:
             return Match.following(self.keys, handoff)
         because = {Verdict.DONE: None, Verdict.FAILED: Reason.HANDOFF_FAILED}
-        late = Reason.HANDOFF_DEAD if verdict is Verdict.DEAD else Reason.HANDOFF_LATE
-        return find(store, self.keys, because.get(verdict, late))
+        because |= {Verdict.DEAD: Reason.HANDOFF_DEAD, Verdict.GONE: Reason.HANDOFF_GONE}
+        return find(store, self.keys, because.get(verdict, Reason.HANDOFF_LATE))
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
         prompt = self._prompt(self._decode_rank, found.keys)

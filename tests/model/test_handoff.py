@@ -46,7 +46,7 @@ def test_no_state_is_wrong(shape, num_faults, least):
     if num_faults:
         reasons |= {"store_down", "corrupt", "lost", "absent"}
     if shape.num_beats:
-        reasons |= {"handoff_dead"}
+        reasons |= {"handoff_dead", "handoff_gone"}
     assert world.endings.keys() == {"whole", *reasons}, "each kind of fault was tried"
 
 

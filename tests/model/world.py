@@ -214,7 +214,7 @@ class World:
             raise WrongState(f"D counts {result.num_tokens} tokens that are not P's: {state}")
         is_lost = state.is_harmed and self._has_ended(state)  # its last marker
         is_gone = state.is_crashed or state.is_mute or is_lost
-        if result.reason is Reason.HANDOFF_DEAD and not is_gone:
+        if result.reason in (Reason.HANDOFF_DEAD, Reason.HANDOFF_GONE) and not is_gone:
             raise WrongState(f"D gives up a P that lives: {state}")
         answers = self._replays.answers_of(state.actors[-1])
         was_late = any(isinstance(a, Looked) and a.passed is Passed.ALL for a in answers)

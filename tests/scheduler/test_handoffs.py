@@ -108,9 +108,14 @@ def test_without_markers_the_wait_ends_at_its_time(rig):
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_a_p_that_does_not_beat_is_dead(rig, store):
-    found = rig(store()).lookup(HandoffId.new("d" * 32)).wait(10)
-    assert found.reason is Reason.HANDOFF_DEAD
+@pytest.mark.parametrize(
+    ("has_beaten", "reason"), [(True, Reason.HANDOFF_DEAD), (False, Reason.HANDOFF_GONE)]
+)
+def test_a_p_that_does_not_beat_is_dead_if_it_has_left_a_sign(rig, store, has_beaten, reason):
+    one = rig(store())
+    if has_beaten:
+        one.put(beat_key(NAMESPACE, "d" * 32, 1))
+    assert one.lookup(HandoffId.new("d" * 32)).wait(10).reason is reason
 
 
 def test_a_p_that_beats_is_waited_for_until_it_stops(rig):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pdstore import PrefixCacheManager
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Reason
 from pdstore.format.keys import POOL_ID_KEY
 from pdstore.scheduler.mismatch import MismatchLog, PoolIdentity
 from pdstore.store.base import Slots
@@ -79,6 +79,25 @@ def test_messages_are_forgotten_in_the_end(caplog):
         mismatches.warn(f"message {i}")
     mismatches.warn("message 0")
     assert caplog.text.count("message 0\n") == 2
+
+
+@pytest.mark.parametrize("theirs", [b"", b"1" * 16, b"2" * 16])
+@pytest.mark.parametrize("ours", [b"", b"1" * 16])
+def test_a_prompt_is_handed_over_only_between_weights_that_were_updated_alike(
+    store, closed_after, caplog, theirs, ours
+):
+    p, d = (closed_after(Instance(store)) for _ in range(2))
+    p.cache.use_weights(theirs)
+    d.cache.use_weights(ours)
+    keys = p.cache.keys(range(100))
+    handoff, params = p.cache.announce(keys)
+    p.pool.save(keys, list(range(1, 8)), handoff=handoff).wait(20)
+    found = d.cache.lookup(d.cache.keys(range(100)), params).wait(20)
+    is_alike = theirs == ours
+    assert (found.num_tokens, found.reason) == ((100, None) if is_alike else (0, Reason.NAMESPACE))
+    assert ("weights updated in place" in caplog.text) != is_alike
+    alone = d.cache.lookup(d.cache.keys(range(100))).wait(20)
+    assert alone.num_tokens == (100 if is_alike else 0), "without a hand-off as well"
 
 
 @pytest.fixture

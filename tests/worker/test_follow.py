@@ -81,6 +81,22 @@ def test_a_handoff_that_fails_ends_the_load_with_what_is_whole(p, d):
     assert_loaded(p, d, 128)
 
 
+@pytest.mark.parametrize("is_purged", [True, False])
+def test_a_purged_handoff_is_told_from_a_p_that_died(p, d, store, is_purged):
+    keys = p.cache.keys(range(200))
+    handoff, params = p.cache.announce(keys)
+    if is_purged:
+        assert p.pool.save(keys, P_BLOCKS, handoff=handoff).wait(10).reason is None
+        assert p.cache.clear()
+    else:
+        assert p.pool.save(keys.prefix(128), P_BLOCKS).wait(10).reason is None
+    found = d.cache.follow(d.cache.keys(range(200)), params).wait(10)
+    load = d.pool.load(found.keys, D_BLOCKS, follow=found.follow)
+    reason = Reason.HANDOFF_GONE if is_purged else Reason.HANDOFF_DEAD
+    assert load.wait(10) == JobResult(0 if is_purged else 128, reason)
+    assert d.cache.lookup(d.cache.keys(range(200)), params).wait(10).reason is reason
+
+
 def test_a_load_ends_when_nothing_more_is_stored(p, instance):
     d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=1.0)
     job, keys, saved = follow(d, 200), p.cache.keys(range(200)), 0

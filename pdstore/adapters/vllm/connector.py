@@ -199,6 +199,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._end_left_open()
         super().bind_connector_metadata(connector_metadata)
+        self._notice_writes()
         self._handled = sys.exc_info()[1]
 
     @degrades(lambda: None)
@@ -209,6 +210,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """
         self.worker.begin_loads()
         self.worker.open_saves.end_step()
+
+    @degrades(lambda: None)
+    def _notice_writes(self) -> None:
+        self.worker.notice_writes(self._step)
 
     @degrades(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -44,12 +45,14 @@ class LoadSpec:
     """One load into the blocks of `block_ids`.
 
     plan: None if nothing is to be loaded; all blocks of the load are then reported as not filled.
+    weights: `KnownWeights.generations` when it was planned; a rank that has others refuses it.
     number: always None, because only saves have numbers.
     """
 
     request_id: str
     plan: LoadPlan | None
     block_ids: Tables
+    weights: Mapping[int, int] = field(default_factory=dict)
     number: None = None
 
 
@@ -58,12 +61,14 @@ class SaveSpec:
     """One save from the blocks of `block_ids`.
 
     number: the name of the save in `StepReport`.
+    weights: as in `LoadSpec`.
     """
 
     number: int
     request_id: str
     plan: SavePlan
     block_ids: Tables
+    weights: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,11 +76,30 @@ class PDStoreConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The work of one step, from the scheduler side to every worker.
 
     aborted_handoffs: hand-offs that P has announced and will not publish.
+    step: the step's number.
+    question: the number of the last question for the digest of each rank's weights.
     """
 
     loads: list[LoadSpec] = field(default_factory=list)
     saves: list[SaveSpec] = field(default_factory=list)
     aborted_handoffs: list[HandoffId] = field(default_factory=list)
+    step: int = 0
+    question: int = 0
+
+
+class RankWeights(NamedTuple):
+    """State of one rank's weights, as it tells the scheduler.
+
+    generation: how often they were written, as far as the rank has noticed.
+    digest: of all weights; empty if they are those with which the rank began.
+    since: the number of the step before which the rank noticed the last write.
+    answered: the number of the scheduler's last question that the rank has answered.
+    """
+
+    generation: int = 0
+    digest: bytes = b""
+    since: int = 0
+    answered: int = 0
 
 
 @dataclass
@@ -84,14 +108,20 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     released: for each save's number, how many ranks no longer need the save's blocks.
     ended: for each load and save that ended, one entry for each rank on which it ended.
+    weights: by rank, what ranks have to tell of their weights.
     """
 
     released: Counter[int] = field(default_factory=Counter)
     ended: list[JobEnd] = field(default_factory=list)
+    weights: dict[int, RankWeights] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        return StepReport(self.released + other.released, self.ended + other.ended)
+        return StepReport(
+            self.released + other.released,
+            self.ended + other.ended,
+            self.weights | other.weights,
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from pdstore.adapters.vllm.messages import (
     tables_of,
 )
 from pdstore.adapters.vllm.stats import WorkerMetrics
+from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, LoadPlan, SavePlan
 from pdstore.format.handoff import Handoff, HandoffId
@@ -70,6 +71,7 @@ class PDStoreConnectorScheduler:
     def __post_init__(self) -> None:
         self.worker_metrics = WorkerMetrics()
         self.saves = Saves(self.num_ranks)
+        self._weights = KnownWeights(self.num_ranks)
         self._cache: PrefixCacheManager | None = None
         self._prompt_times: PromptTimes | None = None  # None: load all that is found
         self._reporting: Reporting | None = None
@@ -110,6 +112,8 @@ class PDStoreConnectorScheduler:
         known = self._requests.get(request.request_id)
         if known is not None or self._cache is None:
             return known and known[1]
+        if not self._may_use_pool(request):
+            return None
         keys = keys_of(request, self._cache, self.hashes_items)
         if keys is None:
             return None
@@ -135,6 +139,8 @@ class PDStoreConnectorScheduler:
         state = self.add(request)
         if state is None:
             return 0
+        if num_computed and self._weights.is_cache_stale:
+            state.leave_pool()  # what vLLM's own cache has may be KV of earlier weights
         began = time.monotonic()
         is_known = state.poll(self._patience_left_s)
         self._patience_left_s = max(0.0, self._patience_left_s - (time.monotonic() - began))
@@ -172,12 +178,15 @@ class PDStoreConnectorScheduler:
         loads, self._loads = self._loads, []
         for request_id, plan, block_ids in loads:
             num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
-            metadata.loads.append(LoadSpec(request_id, plan, tables_of(block_ids, num_blocks)))
+            tables = tables_of(block_ids, num_blocks)
+            metadata.loads.append(LoadSpec(request_id, plan, tables, self._weights.generations))
         metadata.saves, self._answers = self._answers, []
         metadata.aborted_handoffs, self._aborted = self._aborted, []
 
     def add_saves(self, metadata: PDStoreConnectorMetadata, output: Any) -> None:
         """Adds the saves of a step to its metadata. output: vLLM's SchedulerOutput."""
+        metadata.step = self._weights.number_step(computes=bool(output.num_scheduled_tokens))
+        metadata.question = self._weights.question
         if not output.num_scheduled_tokens:
             return
         self.saves.begin_step(output)
@@ -197,6 +206,10 @@ class PDStoreConnectorScheduler:
 
     def report(self, report: StepReport) -> None:
         """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
+        if report.weights and self._weights.hear(report.weights):
+            self._weights_written()
+        if report.weights and self._cache is not None:
+            self._cache.use_weights(self._weights.digest)
         self.saves.release_blocks(report.released)
         for end in report.ended:
             known = self._requests.get(end.request_id)
@@ -233,14 +246,48 @@ class PDStoreConnectorScheduler:
         return bool(self._aborted or self.saves or self._records.has_running_jobs())
 
     def reset(self) -> bool:
-        """Forgets all values of this namespace in the pool; returns False if the store fails."""
-        return self._cache is None or self._cache.clear()
+        """Leaves the pool as it is, because other instances use it too; returns True.
+
+        vLLM resets its caches around an update of the weights, so each rank is asked about them.
+        """
+        self._weights.reset(is_cache_empty=self.saves.is_cache_empty)
+        return True
 
     def close(self) -> None:
         self._records.close()
         for each in (self._cache, self._reporting):
             if each is not None:
                 each.close()
+
+    def _may_use_pool(self, request: Any) -> bool:
+        """Returns False if weights were written and a new request's KV may be of the earlier ones.
+
+        vLLM keeps what encoders made of images, sounds and videos, and does not say for how long.
+        """
+        weights = self._weights
+        has_items = bool(getattr(request, "mm_features", None))
+        return weights.is_known and not (weights.generations and has_items)
+
+    def _weights_written(self) -> None:
+        """Takes all requests out of the pool whose KV may be of earlier weights, or has begun."""
+        self.saves.weights = self._weights.generations
+        for request_id, (request, state) in list(self._requests.items()):
+            if state.num_jobs or request.num_computed_tokens:
+                state.leave_pool()
+            else:  # it gets new keys when vLLM asks about it
+                state.end()
+                del self._requests[request_id]
+                self._unsettled.discard(request_id)
+        digest = self._weights.digest.hex()
+        log.warning(
+            "weights were written in place: KV is %s from now on; requests that have begun are"
+            " neither loaded nor saved%s",
+            f"named by their digest {digest[:8]}" if digest else "named as at the start",
+            ". vLLM's own cache may have KV of the earlier weights: requests that use it bypass the"
+            " pool until POST /reset_prefix_cache?reset_external=true"
+            if self._weights.is_cache_stale
+            else "",
+        )
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.saves.block_tokens)
@@ -270,6 +317,8 @@ class Saves:
     num_ranks: how many workers must release a save before its blocks are freed.
     block_pool: vLLM's BlockPool; nothing is saved while it is None.
     block_tokens: tokens of one block in vLLM's block tables.
+
+    weights: `KnownWeights.generations`, for the saves.
     """
 
     num_ranks: int
@@ -277,6 +326,7 @@ class Saves:
     block_tokens: int = 1
 
     def __post_init__(self) -> None:
+        self.weights: Mapping[int, int] = {}
         self._ids_of: Callable[[str], BlockTables | None] | None = None
         self._added: dict[str, list[list[int]]] = {}
         self._held: dict[int, tuple[list[Any], int]] = {}  # blocks; how many ranks need them
@@ -325,7 +375,13 @@ class Saves:
         self.block_pool.touch(blocks)
         self._num_saves += 1
         self._held[self._num_saves] = blocks, self.num_ranks
-        return [SaveSpec(self._num_saves, request_id, plan, tables_of(ids, end))]
+        return [SaveSpec(self._num_saves, request_id, plan, tables_of(ids, end), self.weights)]
+
+    @property
+    def is_cache_empty(self) -> bool:
+        """True if vLLM's own prefix cache has no block."""
+        cached = getattr(self.block_pool, "cached_block_hash_to_block", None)
+        return cached is not None and len(cached) == 0
 
     def forget_tables(self, request_id: str) -> None:
         """Drops the block tables of a request that has ended."""

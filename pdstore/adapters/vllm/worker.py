@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,12 +21,14 @@ from pdstore.adapters.vllm.messages import (
     StepReport,
     Tables,
 )
+from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.engine.request import JobEnd
 from pdstore.engine.self_test import self_test
 from pdstore.errors import Direction, Reason
 from pdstore.format.layout import NO_BLOCK, Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
+from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
@@ -84,6 +87,8 @@ class PDStoreConnectorWorker:
         self._saves: dict[int, _Running[SaveSpec]] = {}  # by number
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
+        self._weights = WeightsWatch([])
+        self._rank = getattr(getattr(self.vllm_config, "parallel_config", None), "rank", 0)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Opens the pool on the KV cache that vLLM has allocated.
@@ -93,6 +98,7 @@ class PDStoreConnectorWorker:
         PDStoreError if pdstore does not support the cache.
         """
         config = self.vllm_config
+        self._weights = call_or(partial(WeightsWatch.of_caller, config), self._weights)
         layout, caches = layout_of(self.settings, config, self.kv_cache_config, kv_caches)
         namespace = layout.namespace(self.settings, weights=revision_of(self.settings, config))
         tensors = list(caches.values())
@@ -159,6 +165,24 @@ class PDStoreConnectorWorker:
         """True if no load and no save is running or still to be reported."""
         return not (self._queued or self._loads or self._saves)
 
+    def watch_weights(self, watch: WeightsWatch) -> None:
+        """Makes `watch` tell whether weights were written, from now on."""
+        self._weights = watch
+
+    def notice_writes(self, metadata: PDStoreConnectorMetadata) -> None:
+        """Notices if weights were written since the last step; every step calls it first.
+
+        Loads of KV that belongs to earlier weights are cancelled, and count as failed.
+        """
+        moves = bool(metadata.loads or metadata.saves)
+        told = self._weights.check(metadata.step, metadata.question, counts=moves)
+        if told is None:
+            return
+        self._report.weights[self._rank] = told
+        for running in self._loads.values():
+            if running.job is not None and not self._has_weights_of(running.spec):
+                running.job.cancel()
+
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Marks aborted hand-offs, and queues or begins the loads of a step. Every step calls it.
 
@@ -177,7 +201,9 @@ class PDStoreConnectorWorker:
         ready = AT_ONCE if self.loads_at_once else None
         for spec in queued:  # all of them are reported, even if starting one fails
             running = self._loads[spec.request_id] = _Running(spec)
-            if (plan := spec.plan) is not None:
+            if (plan := spec.plan) is not None and not self._has_weights_of(spec):
+                running.end = JobEnd.fault(Direction.LOAD, spec.request_id, reason=Reason.NAMESPACE)
+            elif plan is not None:
                 with self._starting(running, Direction.LOAD):
                     rows, first = self._rows(spec.block_ids), plan.first_token
                     running.job = self.pool.load(
@@ -192,6 +218,13 @@ class PDStoreConnectorWorker:
             earlier = [each.job for each in of_request if each.job is not None]
             running = self._saves[spec.number] = _Running(spec)
             plan = spec.plan
+            if not self._has_weights_of(spec):  # the step computes KV of other weights
+                running.end = JobEnd.fault(
+                    Direction.SAVE, spec.request_id, spec.number, Reason.CANCELLED
+                )
+                if plan.handoff is not None:
+                    self.pool.abort_handoff(plan.handoff)
+                continue
             with self._starting(running, Direction.SAVE):
                 save = self.pool.begin_save(
                     plan.keys,
@@ -245,7 +278,7 @@ class PDStoreConnectorWorker:
             if end is not None:
                 report.ended.append(end)
                 del self._saves[number]
-        return report if report.released or report.ended else None
+        return report if report != StepReport() else None
 
     def close(self) -> None:
         if self._pool is not None:
@@ -256,7 +289,9 @@ class PDStoreConnectorWorker:
         plan, num_loaded = running.spec.plan, 0
         if plan is not None and running.end is not None:
             self._report.ended.append(running.end)
-            num_loaded = max(plan.first_token, running.end.num_tokens)
+            num_loaded = plan.first_token
+            if self._has_weights_of(running.spec):
+                num_loaded = max(num_loaded, running.end.num_tokens)
             if num_loaded >= plan.num_tokens:
                 return True
         if not self.fails_whole:
@@ -264,6 +299,10 @@ class PDStoreConnectorWorker:
             blocks = running.spec.block_ids[0][num_loaded // block_tokens :]
             self._bad_blocks |= {id for id in blocks if id != NO_BLOCK}
         return False
+
+    def _has_weights_of(self, spec: LoadSpec | SaveSpec) -> bool:
+        """Returns whether a load or save was planned for the weights that this rank has now."""
+        return spec.weights.get(self._rank, 0) == self._weights.state.generation
 
     @contextlib.contextmanager
     def _starting(self, running: _Running[Any], direction: Direction) -> Iterator[None]:

@@ -69,7 +69,7 @@ def test_a_new_p_loads_what_the_pool_has_and_one_that_dies_is_not_waited_for_lon
     p.kill()
     since = Since(pair.d)
     ask(pair.d, dying, kv_transfer_params=params).assert_same(alone(pair.d, dying))
-    assert since["pdstore_misses_total:handoff_dead"] == 1
+    assert since["pdstore_misses_total:handoff_gone"] == 1, "it had stored nothing"
 
 
 def assert_never_loads(p, d, field):

@@ -9,7 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore import Layout, open_store
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout, StepReport
+from pdstore.adapters.vllm.messages import (
+    PDStoreConnectorMetadata,
+    RankLayout,
+    RankWeights,
+    StepReport,
+)
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.engine.request import JobEnd
@@ -37,10 +42,11 @@ def scheduler_of(url, closed_after):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
 
     def make(*, metrics=None, **changes):
-        options = ("may_follow", "patience_s", "longest_prompt", "weights_of")
+        options = ("may_follow", "patience_s", "longest_prompt", "weights_of", "num_ranks")
         given = {name: changes.pop(name) for name in options if name in changes}
         settings = settings_of(**{"store": url, **changes})
-        scheduler = PDStoreConnectorScheduler(settings, 1, metrics or StepMetrics(), **given)
+        num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
+        scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
         scheduler.saves.block_pool = BlockPool()
         scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
         return closed_after(scheduler)
@@ -240,3 +246,51 @@ def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
     assert told(Reason.STORE_FULL) is None
     assert told(None) == "store_full"
     assert told(None) is None
+
+
+def written(*, since, generation=1, digest=b"n" * 16):
+    """The report of a rank whose weights were written before step `since`."""
+    return StepReport(weights={0: RankWeights(generation, digest, since)})
+
+
+def test_after_a_write_what_has_begun_leaves_the_pool_and_what_waits_gets_new_keys(scheduler_of):
+    p, asked, waiting = scheduler_of(role="prefill"), request(), request(request_id="waits")
+    p.add(asked)
+    before = p.add(waiting).keys.hash_of(0)
+    assert step(p, asked, 128).saves
+    p.report(written(since=1))
+    assert step(p, asked, 172).saves == []
+    assert p.finish_request(asked) is None
+    assert len(idle_step(p).aborted_handoffs) == 1
+    p.add(waiting)
+    [save] = step(p, waiting, 300).saves
+    assert save.plan.keys.hash_of(0) != before
+    assert save.weights == {0: 1}
+    assert Handoff.of(p.finish_request(waiting)).weights_update is not None
+
+
+def test_the_engines_own_kv_of_earlier_weights_is_not_saved(scheduler_of):
+    p = scheduler_of(role="prefill")
+    step(p, request(), 300)
+    p.report(written(since=2))
+    cached, new = request(request_id="cached"), request(request_id="new")
+    assert [found(p, cached, 128), found(p, new)] == [0, 0]
+    cached.num_computed_tokens = 128
+    assert step(p, cached, 172).saves == []
+    assert step(p, new, 300).saves
+    p.saves.block_pool.cached_block_hash_to_block = {}
+    assert p.reset()
+    after = request(request_id="after")
+    assert found(p, after, 128) == 0
+    after.num_computed_tokens = 128
+    assert step(p, after, 172).saves, "what vLLM's cache has now was computed since"
+
+
+def test_no_request_uses_the_pool_until_all_ranks_have_told_and_none_with_an_image(scheduler_of):
+    p = scheduler_of(role="prefill", num_ranks=2)
+    p.report(written(since=1))
+    assert p.add(request()) is None
+    p.report(StepReport(weights={0: RankWeights(1, b"", 1, 1), 1: RankWeights(1, b"", 1, 1)}))
+    assert p.add(request()) is not None
+    image = vllm_request(PROMPT, request_id="image", mm_features=[SimpleNamespace()])
+    assert p.add(image) is None

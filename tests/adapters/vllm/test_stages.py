@@ -89,5 +89,5 @@ def test_d_computes_what_a_killed_stage_of_p_did_not_store(servers, gate):
     gate.release()
     since = Since(plain)
     ask(plain, prompt, kv_transfer_params=params).assert_same(alone(plain, prompt))
-    reasons = ("handoff_dead", "handoff_late", "handoff_failed")
+    reasons = ("handoff_dead", "handoff_gone", "handoff_late", "handoff_failed")
     assert sum(since[f"pdstore_misses_total:{reason}"] for reason in reasons) == 1

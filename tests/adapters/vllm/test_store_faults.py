@@ -121,7 +121,8 @@ def test_a_store_that_takes_no_writes_costs_d_one_wait(pair):
             assert (last_save, since.loaded) == (None, 0)
             last_save, since = handed_over()
             assert (last_save, since.loaded) == ("store_down", 0)
-            assert since["pdstore_misses_total:handoff_dead"] == 0
+            for end in ("dead", "gone"):
+                assert since[f"pdstore_misses_total:handoff_{end}"] == 0
         finally:
             client.execute_command("REPLICAOF", "NO", "ONE")
     assert_loads_again(pair)  # P asks the store again when its breaker's pause is over

@@ -7,8 +7,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
+from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.engine.request import LoadPlan, SavePlan
 from pdstore.errors import Reason
@@ -180,3 +182,42 @@ def test_what_cannot_begin_takes_nothing_else_with_it(worker, instance, caplog):
     assert failed == {"bad"}
     assert {end.reason for end in worker.pop_report().ended} == {None, Reason.FAULT}
     eventually(lambda: instance.store.match([aborted.failed(instance.namespace)]))
+
+
+@pytest.fixture
+def model(worker):
+    """A model whose weights the worker watches."""
+    model = torch.nn.Linear(4, 4).requires_grad_(False)
+    worker.watch_weights(WeightsWatch([model]))
+    return model
+
+
+def test_after_weights_were_written_a_rank_refuses_what_was_planned_before(worker, instance, model):
+    keys, handoff = instance.cache.keys(range(200)), HandoffId.new()
+    instance.pool.save(keys, IDS).wait(10)
+    model.weight.add_(1)
+    loads = [LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])]
+    saves = [SaveSpec(7, "save", SavePlan(instance.cache.keys(range(90)), 0, handoff), [IDS])]
+    metadata = PDStoreConnectorMetadata(loads=loads, saves=saves, step=3)
+    worker.notice_writes(metadata)
+    worker.start_saves(metadata)
+    assert load(worker, loads[0]), "none of its tokens counts"
+    report = worker.pop_report()
+    assert (report.weights[0].generation, report.weights[0].since) == (1, 3)
+    assert {end.request_id: end.reason for end in report.ended} == {
+        "request": Reason.NAMESPACE,
+        "save": Reason.CANCELLED,
+    }
+    assert report.released == {7: 1}
+    failed = handoff.failed(instance.namespace)
+    eventually(lambda: instance.store.match([failed]) == 1)
+    assert not load(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS], {0: 1}))
+
+
+def test_a_load_that_runs_while_weights_are_written_does_not_count(worker, instance, model):
+    keys = instance.cache.keys(range(200))
+    instance.pool.save(keys, IDS).wait(10)
+    begin_loads(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS]))
+    model.weight.add_(1)
+    worker.notice_writes(PDStoreConnectorMetadata(question=1))
+    assert eventually(lambda: worker.end_loads()[1]) == {"request"}
