@@ -129,7 +129,20 @@ class Cluster:
                 self._nodes[address] = self._nodes.pop(address, None)
                 found = [error] * len(sent)
             for i, reply in zip(part, found, strict=True):
+                if isinstance(reply, AskError):
+                    reply.host = self._host_in(reply, address, slots)
                 replies[i] = reply
+
+    def _host_in(self, ask: AskError, asked: Address, slots: Iterable[Address | None]) -> str:
+        """Returns the host to which a node sends a command; the node may omit or not know it.
+
+        Without a host it means its own; `?` stands for a node that announces no name, which may be
+        known by its port.
+        """
+        if ask.host != "?":
+            return str(ask.host) or asked.host
+        known = (*self._nodes, *filter(None, dict.fromkeys(slots)))
+        return next((node.host for node in known if node.port == ask.port), "?")
 
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)
@@ -173,9 +186,16 @@ def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = Fal
 
 
 def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
-    """Returns the master of each slot from the reply of a node, which may omit the node's host."""
+    """Returns the master of each slot from the reply of a node.
+
+    The node may omit its host. It says `?` for a node that should have a name, but announces none;
+    then the node's address is in the list that follows its port and id.
+    """
     found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-    for start, end, (host, port, *_), *_ in told:
+    for start, end, (host, port, *more), *_ in told:
+        if host == b"?":
+            names = more[1] if len(more) > 1 else []
+            host = dict(zip(names[::2], names[1::2], strict=False)).get(b"ip", host)
         address = Address(host.decode() if host else asked.host, port)
         found[start : end + 1] = [address] * (end + 1 - start)
     return found
