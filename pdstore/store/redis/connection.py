@@ -24,6 +24,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
 )
 from redis.retry import Retry
 from redis.sentinel import (
@@ -267,6 +268,11 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
         raise error_of(label, error, key, num_done) from error
 
 
+def refuses_writes(error: object) -> bool:
+    """True if a server that may be read says that it takes no writes now."""
+    return isinstance(error, ResponseError) and str(error).startswith(("MISCONF", "NOREPLICAS"))
+
+
 def _remedy(label: str, error: RedisError) -> str:
     """Returns what the user should change; an empty text if the error does not tell."""
     said = str(error)
@@ -305,5 +311,8 @@ def _connect_and_ping(connection: redis.Connection) -> None:
     """
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]
-    with contextlib.suppress(NoPermissionError):
+    try:
         connection.read_response()
+    except ResponseError as error:  # a server that may not write denies even a PING
+        if not isinstance(error, NoPermissionError) and not refuses_writes(error):
+            raise

@@ -1,4 +1,4 @@
-"""A redis whose address leads elsewhere, or that was idle, is still used."""
+"""A redis whose address leads elsewhere, that was idle, or that takes no writes is still used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples.ports import free_port
-from pdstore.errors import StoreUnavailable
-from pdstore.format.keys import BlockKey
+from pdstore.errors import StoreError, StoreUnavailable
+from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import get, start_background
 from tests.support.kv import eventually
@@ -154,3 +154,32 @@ def test_the_network_sees_each_idle_connection_once_a_minute(redis_server, tmp_p
             eventually(lambda: (t := keepalive_timers(*ports)) and min(t) <= 60)
             mine = [left for left in keepalive_timers(*ports) if left <= 60]
             assert len(mine) >= len(ports), "also those to the sentinels"
+
+
+def misconf(server: RedisServer) -> None:
+    (server.directory / "dump.rdb").mkdir()  # so that no snapshot can be written
+    with server.client() as raw:
+        raw.config_set("save", "3600 1")
+        raw.bgsave()
+        eventually(lambda: raw.info("persistence")["rdb_last_bgsave_status"] == "err")
+
+
+def noreplicas(server: RedisServer) -> None:
+    with server.client() as raw:
+        raw.config_set("min-replicas-to-write", 1)
+
+
+@pytest.mark.parametrize("refuse", [misconf, noreplicas])
+def test_a_server_that_takes_no_writes_is_still_read(redis_server, refuse):
+    server, keys = redis_server(), fresh_keys(3)
+    assert {kind_of(key) for key in keys} == {Kind.BLOCK}
+    with opened(server.url) as before:
+        values = [put_one(before, key) for key in keys[:2]]
+        refuse(server)
+        with opened(server.url) as after:  # a new connection, too: MISCONF denies even a PING
+            for store in (before, after):
+                assert store.match(keys) == 2
+                assert get(store, keys[:2], [SIZE] * 2) == values
+                with pytest.raises(StoreError, match=refuse.__name__.upper()) as caught:
+                    put_one(store, keys[2])
+                assert caught.value.num_done == 0
