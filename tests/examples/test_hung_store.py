@@ -6,10 +6,14 @@ The waits are those that the request records of P and D tell.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
 from tests.support.hung_store import Traffic
+from tests.support.mini_engine_kit import close
 
 
 @contextlib.contextmanager
@@ -51,3 +55,30 @@ def test_a_mooncake_master_that_hangs_costs_each_client_one_wait(
     with contextlib.closing(Cluster(tmp_path)) as cluster:
         traffic = Traffic(open_engine, cluster.url)
         traffic.assert_each_client_waits_once(num_clients, stopped(cluster.master))
+
+
+@contextlib.contextmanager
+def suspended(mount):
+    """Stops the process that serves a FUSE mount: each call of a file hangs until it goes on."""
+    [server] = [
+        int(entry.parent.name)
+        for entry in Path("/proc").glob("[0-9]*/cmdline")
+        if f"{mount.at}\0" in (words := entry.read_text()) and "fuse_server" in words
+    ]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_clients", [1, 2, 8])
+def test_a_mount_that_hangs_costs_each_client_one_wait(open_engine, tmp_path, num_clients):
+    """No call times out here: the kernel waits for as long as the file server does not answer."""
+    fuse_mount = pytest.importorskip("tests.support.fuse_mount")
+    with fuse_mount.mounted(tmp_path / "disk") as mount:
+        traffic = Traffic(open_engine, f"file://{mount.at}/pool")
+        traffic.assert_each_client_waits_once(num_clients, suspended(mount))
+        for engine in (traffic.p, traffic.d):
+            close(engine)  # before the mount is gone
