@@ -110,6 +110,24 @@ def test_the_key_at_which_a_call_failed_is_searched_for(guarded):
     assert inner.asked[4] == "c"
 
 
+def test_large_values_that_break_their_connection_keep_no_marker_out(guarded):
+    """A limit of the server may end each large value only; it answers everything else."""
+
+    class Limited(Scripted):
+        def put(self, keys, slots):
+            if slots.sizes[0] > 8:
+                raise StoreTimeout("reset")
+            return len(keys)
+
+    store = guarded(Limited(), open_s=60.0)
+    large, marker = (Slots(memoryview(bytearray(16)), 16, [0], [size]) for size in (16, 8))
+    for _ in range(4):
+        with pytest.raises(StoreTimeout, match="reset"):
+            store.put(KEYS, large)
+        eventually(lambda: not store.is_open)
+        assert store.put(KEYS, marker) == 1
+
+
 def test_a_doubted_store_is_asked_and_refused_only_while_it_does_not_answer(guarded):
     """The calls of another process of the instance have timed out."""
     inner = Away()
