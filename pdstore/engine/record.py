@@ -50,6 +50,8 @@ class Records:
         """Adds the end of a job; its request may have ended before."""
         if end.direction is Direction.SAVE:
             request.cache.note_saves([end.reason])
+        else:
+            request.cache.note_job(end.reason)
         with self._lock:
             request.ends.append(end)
             is_over = request in self._ended and len(request.ends) >= request.num_jobs

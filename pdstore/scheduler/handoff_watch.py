@@ -25,6 +25,7 @@ from pdstore.threads import call_or
 
 _PAUSE_S = 0.1  # maximum time between two calls of the store while it tells no change
 _SOON_S = 0.01  # the same for a doubtful hand-off: P could not store all of its last save
+_HANG_TIMES = 5  # a call that takes so many times its patience counts as one that timed out
 _DOUBT_S = 0.02  # a doubtful hand-off without `started` or `done` after this time has failed
 
 
@@ -170,6 +171,7 @@ class HandoffWatch:
         self._metrics = metrics
         self._find = find
         self._is_elsewhere = is_elsewhere
+        self._patience_s = patience_s
         self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
@@ -181,6 +183,15 @@ class HandoffWatch:
     def is_stuck(self) -> bool:
         """True while a store call takes too long, so that a new lookup would get no answer."""
         return self._watch.is_stuck
+
+    def hangs(self, handoff: Handoff) -> bool:
+        """True if the running call of the store has taken so long that a lookup must not wait.
+
+        A call that ends in time may still find the markers, so most lookups wait five times as long
+        as a new one would; not so for a hand-off that P itself expects to fail.
+        """
+        times = _HANG_TIMES if handoff.last_save is None else 1
+        return self._watch.call_s > times * self._patience_s
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads and ends all lookups that still wait."""

@@ -17,6 +17,7 @@ from pdstore.store.base import Store, count_of, num_done_of
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
+_GLANCE_S = 0.1  # so often `wait` looks whether the store hangs
 _MOST_GAPS = 8
 _SHORT = 8
 """Of a prompt of more blocks than this, the first block is looked up alone before the others."""
@@ -76,6 +77,7 @@ class Lookup:
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
     wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.
     count: a function that is called with the match when the lookup ends.
+    hangs: returns whether the store's call that the lookup needs has hung for too long; no I/O.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Lookup:
         count: Callable[[Match], None],
         *,
         follows: bool = False,
+        hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         self.keys = keys
         self.handoff = handoff
@@ -94,13 +97,19 @@ class Lookup:
         self.marker_deadline = Deadline(wait_s)
         self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
         self._count = count
+        self._hangs = hangs
         self._answers: list[Match] = []  # only the first one is used
         self._ended = threading.Event()
 
     def poll(self) -> Match | None:
-        """Returns the match; None until the lookup has ended or its time is up. Never blocks."""
+        """Returns the match; None until the lookup has ended or its time is up. Never blocks.
+
+        Ends the lookup if the store hangs: the store will not tell of P's markers in time.
+        """
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
+        if not self._answers and self._hangs():
+            self.finish(Match.miss(self.keys, Reason.STORE_SLOW))
         return self._answers[0] if self._answers else None
 
     def wait(self, timeout_s: float) -> Match:
@@ -109,7 +118,7 @@ class Lookup:
         while (found := self.poll()) is None:
             if end.is_over():
                 raise TimeoutError(f"no answer to the lookup after {timeout_s} s")
-            self._ended.wait(min(self._deadline.remaining_s(), end.remaining_s()))
+            self._ended.wait(min(self._deadline.remaining_s(), end.remaining_s(), _GLANCE_S))
         return found
 
     def cancel(self) -> None:

@@ -22,7 +22,7 @@ from pdstore.scheduler.mismatch import Mismatches
 from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
-from pdstore.store.wrappers import problem_of
+from pdstore.store.wrappers import guard_of, problem_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -165,8 +165,19 @@ class PrefixCacheManager:
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
         """Records how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
+            self.note_job(reason)
             if reason not in (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED):
                 self._last_save = reason and reason.value
+
+    def note_job(self, reason: Reason | None) -> None:
+        """Records how a load or a save ended (`JobResult.reason`). Any thread may call it.
+
+        After a job for which the store was too slow, this half probes the store as well, so that
+        the next lookup does not wait in its turn for a store that hangs.
+        """
+        guard = guard_of(self._store)
+        if reason in (Reason.STORE_SLOW, Reason.DEADLINE) and guard is not None:
+            guard.doubt()
 
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
         """Returns whether this instance is P for a request: whether it has to hand the prompt off.
@@ -192,7 +203,7 @@ class PrefixCacheManager:
         asked = Handoff.of(params)
         self._mismatches.check_roles(params, is_prefill=True)
         pool_id = self.pool_id
-        last_save = self._last_save
+        last_save = self._last_save or self._trouble()
         handoff = Handoff(
             id=HandoffId(asked.id.hex if asked else new_id(), self._instance, bool(last_save)),
             num_tokens=keys.num_tokens,
@@ -260,7 +271,8 @@ class PrefixCacheManager:
         self._mismatches.check_roles(params, is_prefill=False)
         wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
-        lookup = Lookup(keys, handoff, wait_s, partial(self._count, keys, handoff), follows=follows)
+        count = partial(self._count, keys, handoff)
+        lookup = Lookup(keys, handoff, wait_s, count, follows=follows, hangs=self._hangs(handoff))
         refusal = self._refuse()
         if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):
             refusal = Reason.NAMESPACE
@@ -272,12 +284,25 @@ class PrefixCacheManager:
             self._queue.add(lookup)
         return lookup
 
+    def _hangs(self, handoff: Handoff | None) -> Callable[[], bool]:
+        """Returns a function that tells whether the store hangs for a lookup of this hand-off."""
+        if handoff is None:
+            return lambda: False  # its wait is as short as the patience
+        return partial(self._watch.hangs, handoff)
+
     def _refuse(self) -> Reason | None:
         """Returns the reason with which new lookups must end at once; None if they can be asked."""
         if self._closed or os.getpid() != self._pid:
             return Reason.CLOSED
         is_stuck = self._queue.is_stuck or self._watch.is_stuck
         return Reason.STORE_SLOW if is_stuck else None
+
+    def _trouble(self) -> str | None:
+        """Returns why the next save will probably fail: the store does not answer now."""
+        if self._refuse() is Reason.STORE_SLOW:
+            return Reason.STORE_SLOW.value
+        guard = guard_of(self._store)
+        return Reason.STORE_DOWN.value if guard is not None and guard.is_open else None
 
     def _count(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
         if os.getpid() != self._pid:

@@ -158,6 +158,7 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
         opened = open_store(settings.store, settings)
         undo.callback(opened.close)
         store = GuardedStore(seal_store(opened, settings), metrics, open_s=open_s)
+        undo.callback(store.close)
         try:
             store.match([POOL_ID_KEY])
         except StoreError as error:

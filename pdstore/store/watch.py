@@ -24,6 +24,7 @@ _GROWTH = 1.3  # each pause is so many times as long as the pause before
 _LISTEN_S = 0.1  # time limit of one wait for a change; `close` may have to wait for its end
 _SETTLE_S = 0.0005  # one search finds all changes within this time
 _RETRY_S = 1.0  # pause after a wait for a change has raised a StoreError
+_MOST_REST_S = 0.5  # the longest time for which a slow call keeps the next one away
 _TOLD_LAST_S = 0.05  # the longest pause if the store tells of changes: it misses other hosts' puts
 
 
@@ -33,7 +34,8 @@ class Pace:
     The pauses also leave the store time for other users.
 
     last_s: the longest pause.
-    share: calls of the store take at most 1 / share of the time.
+    share: calls of the store take at most 1 / share of the time, but even after a call that hung
+      the next one comes within half a second: new waiters must not pay for an old fault.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Pace:
 
     def after(self, took_s: float) -> float:
         """Returns the pause after calls of the store that took so many seconds."""
-        self._idle_until = self._clock() + (self._share - 1) * took_s
+        self._idle_until = self._clock() + min((self._share - 1) * took_s, _MOST_REST_S)
         pause_s = self._pause_s
         self._pause_s = min(pause_s * _GROWTH, self._last_s)
         return max(pause_s, self.blocked_s())
@@ -109,7 +111,7 @@ class KeyWatch:
         told = Pace(last_s=_TOLD_LAST_S, share=2)
         self._pace = pace or (told if self._teller is not None else Pace())
         self._patience_s = patience_s
-        self._call_deadline: Deadline | None = None  # while a call runs
+        self._called_at: float | None = None  # while a call runs: when it began
         self._closed = False
         self._arrivals: deque[Waiter] = deque()
         # the keys of each waiter, and when it must be called in any case
@@ -132,8 +134,13 @@ class KeyWatch:
     @property
     def is_stuck(self) -> bool:
         """True while a call of the store takes too long: a new waiter would wait in vain."""
-        deadline = self._call_deadline
-        return deadline is not None and deadline.is_over()
+        return self.call_s > self._patience_s
+
+    @property
+    def call_s(self) -> float:
+        """The seconds that the running call of the store has taken so far; 0 if none runs."""
+        called_at = self._called_at
+        return time.monotonic() - called_at if called_at is not None else 0.0
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads, and tells StoreClosed to all waiters."""
@@ -226,7 +233,7 @@ class KeyWatch:
             for key in keys:
                 if self._closed:
                     break
-                self._call_deadline = Deadline(self._patience_s)
+                self._called_at = time.monotonic()
                 if count_of(self._store.match([key]), [key], self._store):
                     found.add(key)
             return found
@@ -250,8 +257,8 @@ class KeyWatch:
 
     def _timed(self, call: Callable[[], T]) -> T:
         """Makes a call that may use the store; `is_stuck` is true while the call takes too long."""
-        self._call_deadline = Deadline(self._patience_s)
+        self._called_at = time.monotonic()
         try:
             return call()
         finally:
-            self._call_deadline = None
+            self._called_at = None

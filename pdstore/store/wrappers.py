@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from pdstore.errors import (
     BadValue,
@@ -18,11 +18,12 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.native.arena import Filled, ValueBatch
 from pdstore.native.engine import Ticket
-from pdstore.store.base import Slots, Store
+from pdstore.store.base import Slots, Store, num_done_of
+from pdstore.threads import Ticker
 
 A = ParamSpec("A")
 R = TypeVar("R")
@@ -84,6 +85,7 @@ class WrapperStore(Store):
 # Errors that do not count as failures of the store.
 _HEALTHY = (BadValue, StoreFull, StoreClosed)
 _QUICK_S = 0.02
+_PROBE_S = 0.1  # a probe without an answer after this time shows that the store hangs
 OPEN_S = 1.0
 """Seconds between two probes of an open breaker: a short time, as a probe is only one call."""
 _DIRECTION = {"get": "load", "put": "save"}
@@ -95,10 +97,14 @@ class GuardedStore(WrapperStore):
     It changes no answer. So `find_optional` offers all optional protocols of the wrapped store;
     their calls go through `around` as well.
 
-    It counts calls by verb and outcome, their seconds, and the bytes that were got and put. After
-    `failures` failed calls in a row the breaker is open: calls raise StoreUnavailable at once, or
-    StoreDenied if the last call was denied. After each `open_s`, one call is made as a probe. If
-    the last failure came quickly, as from a replica, all calls are made.
+    It counts calls by verb and outcome, their seconds, and the bytes that were got and put. The
+    breaker opens after `failures` failed calls in a row, or after one that timed out: no other call
+    should wait as long. While it is open, calls raise StoreUnavailable at once, or StoreDenied if
+    the last call was denied. A thread, which the first opening starts, searches for the key at
+    which a call failed last: at once, and `open_s` after each failed search. The first answer
+    closes the breaker. So no caller waits for a store that may still hang, and an idle instance
+    notices that its store is back. If the last failure came quickly, as from a replica, callers'
+    calls are made as well. A search that takes longer than a tenth of a second opens the breaker.
 
     problem: the message of the store's last failure or of its last StoreFull; None if all is well.
       The next successful call clears a failure; only the next successful put clears a StoreFull.
@@ -121,7 +127,12 @@ class GuardedStore(WrapperStore):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._in_a_row = 0
-        self._probe_at = 0.0
+        self._is_open = False
+        self._prober: Ticker | None = None
+        self._is_doubted = False
+        self._probed_at: float | None = None  # while a probe runs: when it began
+        self._probe_key = POOL_ID_KEY
+        self._is_closed = False
         self.problem: str | None = None
         self._is_full = False
         self._is_quick = False
@@ -130,8 +141,26 @@ class GuardedStore(WrapperStore):
 
     @property
     def is_open(self) -> bool:
-        """True after `failures` failed calls in a row, until a call does not fail."""
-        return self._in_a_row >= self._failures
+        """True after `failures` failed calls in a row, or a time-out, until a call does not fail.
+
+        Also true while a probe has no answer yet. Does no I/O.
+        """
+        return self._is_open or self._is_probe_late
+
+    @property
+    def _is_probe_late(self) -> bool:
+        probed_at = self._probed_at
+        return probed_at is not None and self._clock() - probed_at > _PROBE_S
+
+    def doubt(self) -> None:
+        """Has the store probed because calls of other processes timed out. Any thread may call it.
+
+        Does no I/O itself. Each process of an instance has a breaker of its own.
+        """
+        with self._lock:
+            if self._probed_at is None and not (self._is_open or self._is_doubted):
+                self._is_doubted = True
+                self._wake_prober()
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self.around("match", self.wrapped.match, keys)
@@ -155,9 +184,22 @@ class GuardedStore(WrapperStore):
         args: the arguments of `call`. If it takes keys and slots, these come first, in this order.
         """
         if self._pid != os.getpid() or (args and not args[0]):
-            return call(*args, **kwargs)  # by a forked child, or without I/O: it is no probe
-        self._check_breaker()
-        is_well = True  # stays so after a ValueError, which is no failure of the store
+            return call(*args, **kwargs)  # by a forked child, or without I/O
+        if self._is_probe_late or (self._is_open and not self._is_quick):
+            self._refuse()
+        return self._make(verb, call, *args, **kwargs)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            prober = self._prober
+        if prober is not None:
+            prober.stop(0.0)  # its call may hang, and ends with the wrapped store
+        super().close()
+
+    def _make(self, verb: str, call: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
+        """Makes a call, whatever the breaker says; the call's outcome opens or closes it."""
+        failure: StoreError | None = None  # a ValueError, for instance, is none of the store
         is_retry = False
         try:
             while True:
@@ -166,10 +208,12 @@ class GuardedStore(WrapperStore):
                     answer = call(*args, **kwargs)
                 except StoreError as error:
                     self._measure(verb, began_at, error)
-                    if isinstance(error, StoreUnavailable) and not (is_retry or self.is_open):
+                    if isinstance(error, StoreUnavailable) and not (is_retry or self._is_open):
                         is_retry = True  # an idle connection may have broken, unnoticed
                         continue
-                    is_well = isinstance(error, _HEALTHY)
+                    if not isinstance(error, _HEALTHY):
+                        failure = error
+                        self._probe_key = _key_of(error, args)
                     self._keep_error(error, self._clock() - began_at)
                     raise
                 failed = answer.error if isinstance(answer, Filled) else None
@@ -181,21 +225,53 @@ class GuardedStore(WrapperStore):
                     self.problem = None
                 return answer
         finally:
-            with self._lock:
-                self._in_a_row = 0 if is_well else self._in_a_row + 1
-                self._probe_at = self._clock() + self._open_s
+            self._note(failure)
 
-    def _check_breaker(self) -> None:
-        """Raises a StoreError while the breaker is open, unless this call is the next probe."""
+    def _note(self, failure: StoreError | None) -> None:
+        """Opens or closes the breaker after a call, which may have failed."""
         with self._lock:
-            if self.is_open and not self._is_quick:
-                if self._clock() < self._probe_at:
-                    raise self._refusal(
-                        f"{self.label} failed {self._in_a_row} times in a row;"
-                        f" it is tried every {self._open_s:g} s",
-                        remedy=self._remedy,
-                    )
-                self._probe_at = math.inf  # no other probe before this one has ended
+            was_open = self._is_open
+            self._in_a_row = 0 if failure is None else self._in_a_row + 1
+            self._is_open = self._in_a_row >= self._failures or (
+                failure is not None and (was_open or isinstance(failure, StoreTimeout))
+            )
+            if self._is_open and not was_open:
+                self._wake_prober()
+
+    def _wake_prober(self) -> None:
+        """Starts or wakes the thread that probes. The caller holds the lock."""
+        if self._prober is not None:
+            self._prober.wake()
+        elif not self._is_closed:
+            with contextlib.suppress(RuntimeError):  # no thread can start; a refusal tries it again
+                self._prober = Ticker("pdstore-breaker", self._probe)
+
+    def _probe(self) -> float | None:
+        """Searches for one key while the breaker is open; returns the seconds until the next time.
+
+        A store that is slow to refuse, or hangs, is not asked again before that pause.
+        """
+        if not (self._is_open or self._is_doubted) or self._is_closed:
+            return None
+        self._probed_at = self._clock()
+        try:
+            self._make("match", self.wrapped.match, [self._probe_key])
+        except StoreError:
+            pass
+        finally:
+            self._is_doubted = False
+            self._probed_at = None
+        return self._open_s if self._is_open else None
+
+    def _refuse(self) -> NoReturn:
+        """Raises the StoreError of a call that is not made, because the breaker is open."""
+        with self._lock:
+            if self._prober is None:
+                self._wake_prober()
+        count = self._in_a_row
+        what = f"failed {count} times in a row" if count > 1 else "did not answer in time"
+        said = f"{self.label} {what}; it is tried every {self._open_s:g} s"
+        raise self._refusal(said, remedy=self._remedy)
 
     def _keep_error(self, error: StoreError, took_s: float) -> None:
         is_lasting = isinstance(error, StoreTimeout | StoreDenied)
@@ -225,10 +301,27 @@ class GuardedStore(WrapperStore):
         self._metrics.bytes.labels(_DIRECTION[verb]).inc(num_bytes)
 
 
-def problem_of(store: Store) -> str | None:
-    """Returns `GuardedStore.problem` of a store, or of what it wraps; None without a guard."""
+def _key_of(error: StoreError, args: Sequence[object]) -> BlockKey:
+    """Returns the key at which a call with these arguments failed; the pool's id if none is known.
+
+    In a cluster, another key may be on a server that works.
+    """
+    keys = args[0] if args else None
+    if isinstance(keys, list | tuple) and (done := num_done_of(error, keys)) < len(keys):
+        return BlockKey(str(keys[done]))
+    return POOL_ID_KEY
+
+
+def guard_of(store: Store) -> GuardedStore | None:
+    """Returns a store, or the first store that it wraps, that is a GuardedStore; else None."""
     while isinstance(store, WrapperStore):
         if isinstance(store, GuardedStore):
-            return store.problem
+            return store
         store = store.wrapped
     return None
+
+
+def problem_of(store: Store) -> str | None:
+    """Returns `GuardedStore.problem` of a store, or of what it wraps; None without a guard."""
+    guard = guard_of(store)
+    return guard.problem if guard is not None else None

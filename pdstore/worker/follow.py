@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from pdstore.errors import Reason, StoreError
+from pdstore.errors import Reason, StoreError, StoreTimeout
 from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store, count_of
@@ -165,7 +165,10 @@ class Follow(Waiter):
         return None if self.is_over else _PAUSE_S
 
     def look_failed(self, error: Exception) -> float | None:
-        """Ignores the error of a search, because the watch will search again."""
+        """Ends the load if the search timed out; ignores another error, as the watch goes on."""
+        if isinstance(error, StoreTimeout) and self._work.is_open:
+            self._work.close(Reason.STORE_SLOW)  # one such wait is enough for a request
+            self._wake()
         return None if self.is_over else _PAUSE_S
 
     def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:

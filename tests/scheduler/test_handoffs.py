@@ -102,6 +102,30 @@ def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(ri
     assert 0.02 <= time.monotonic() - start < 1.0
 
 
+@pytest.mark.parametrize(("said", "least_s"), [({}, 0.5), ({"last_save": "store_slow"}, 0.1)])
+def test_a_wait_ends_when_its_store_call_hangs_and_sooner_if_p_could_not_store(rig, said, least_s):
+    one = rig(lookup_wait_s=0.1)
+    eventually(lambda: one.cache.pool_id)
+    one.store.released.clear()
+    start = time.monotonic()
+    found = one.lookup(HandoffId.new(), **said).wait(10)
+    took_s = time.monotonic() - start
+    one.store.released.set()
+    assert found.reason is Reason.STORE_SLOW
+    assert least_s <= took_s < 5.0, "not the 30 s for which P's marker may be waited for"
+
+
+def test_after_a_call_that_hung_the_next_waits_are_asked_for_at_once(rig):
+    one, handoff = rig(lookup_wait_s=0.1), HandoffId.new()
+    one.store.released.clear()
+    assert one.lookup(HandoffId.new()).wait(10).reason is Reason.STORE_SLOW
+    eventually(lambda: one.cache.lookup(one.keys).poll())  # the one after it does not wait at all
+    one.put_blocks()
+    one.put_done(handoff)
+    one.store.released.set()
+    eventually(lambda: one.lookup(handoff).wait(10).num_tokens == 10, 5.0)
+
+
 def test_without_markers_the_wait_ends_at_its_time(rig):
     one = rig(handoff_wait_s=0.1)
     assert one.lookup(HandoffId.new()).wait(10).reason is Reason.HANDOFF_LATE

@@ -12,8 +12,10 @@ from pdstore import PrefixCacheManager
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import FORMAT_VERSION, Namespace, Part
+from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
+from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of
@@ -173,6 +175,46 @@ def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, stor
         lookup = d.cache.lookup(d.cache.keys(range(9)))
         assert lookup.poll().reason is Reason.STORE_SLOW
     faulty.release()
+
+
+@pytest.mark.parametrize("reason", [Reason.STORE_SLOW, Reason.DEADLINE])
+def test_a_job_that_timed_out_makes_the_scheduler_ask_before_a_lookup_waits(
+    instance, store, reason, closed_after
+):
+    """The worker has a breaker of its own, often in another process."""
+    faulty = Faulty(store)
+    guard = closed_after(GuardedStore(faulty, Metrics()))
+    d = instance(over=guard, handoff_wait_s=30.0)
+    eventually(lambda: d.cache.pool_id)
+    faulty.hold()
+    d.cache.note_job(reason)
+    eventually(lambda: guard.is_open)
+    start = time.monotonic()
+    for params in (None, {"pdstore": {"attempt": "0" * 32}}):
+        assert find(d, range(9), params).reason is Reason.STORE_DOWN
+    assert time.monotonic() - start < 1.0
+    faulty.release()
+    eventually(lambda: find(d, range(9)).reason is Reason.ABSENT)
+
+
+def test_p_says_that_it_will_not_store_while_its_own_store_does_not_answer(
+    instance, store, closed_after
+):
+    faulty = Faulty(store)
+    p = instance(over=closed_after(GuardedStore(faulty, Metrics())))
+
+    def said():
+        handoff, params = p.cache.announce(p.cache.keys(range(9)))
+        assert handoff.is_doubtful == ("last_save" in params["pdstore"])
+        return params["pdstore"].get("last_save")
+
+    eventually(lambda: p.cache.pool_id)
+    assert said() is None
+    faulty.hold()
+    p.cache.note_job(Reason.STORE_SLOW)
+    eventually(lambda: said() == "store_down")
+    faulty.release()
+    eventually(lambda: said() is None)
 
 
 def test_close_ends_waiting_lookups(store):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 
 import pytest
 
 from pdstore import Metrics, read_settings
-from pdstore.errors import ConfigError, StoreUnavailable
+from pdstore.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Namespace, Part
 from pdstore.store.base import Slots
 from pdstore.store.connect import connect_store, read_marker, read_pool_id
 from pdstore.store.memory import MemoryStore
+from tests.support.kv import eventually
 
 NAMESPACE = Namespace({"n": 1}, (Part(0, 0),), block_tokens=4)
 NOWHERE = "redis+unix:///nowhere/redis.sock"
@@ -30,6 +32,18 @@ def test_a_store_that_is_away_is_a_warning(caplog):
 def test_a_required_store_that_is_away_is_an_error():
     with pytest.raises(StoreUnavailable):
         connect_store(read_settings(store=NOWHERE, require_store=True), Metrics())
+
+
+@pytest.mark.redis
+def test_a_required_store_that_hangs_is_an_error_and_leaves_no_thread(redis_server):
+    server, before = redis_server(), set(threading.enumerate())
+    server.pause()
+    with pytest.raises(StoreTimeout):
+        connect_store(
+            read_settings(store=f"{server.url}?timeout=0.5", require_store=True), Metrics()
+        )
+    server.resume()
+    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def test_a_store_that_cannot_be_sealed_is_closed(tmp_path, monkeypatch):

@@ -10,12 +10,14 @@ from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import FindsKeys, find_optional
 from pdstore.store.wrappers import GuardedStore, WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
+from tests.support.kv import eventually
 
 
 class Offering(MemoryStore):
     """Offers some protocols, and keeps the calls."""
 
     fails = 0
+    hangs = False
     error: type[StoreError] = StoreUnavailable
 
     def __init__(self):
@@ -31,6 +33,11 @@ class Offering(MemoryStore):
             self.fails -= 1
             raise self.error("away")
         return [True] * len(keys)
+
+    def match(self, keys):
+        if self.hangs:
+            raise StoreTimeout("slow")
+        return super().match(keys)
 
     def codes(self):
         return {"LOST": 3}
@@ -74,11 +81,13 @@ def test_the_breaker_retries_them_and_keeps_them_from_a_store_that_fails(store):
     store.fails = 1
     assert reader.which_stored(keys) == [True]
     assert store.calls == ["which_stored"] * 2
-    store.fails, store.error = 2, StoreTimeout
-    for _ in range(2):
-        with pytest.raises(StoreTimeout):
-            reader.which_stored(keys)
-    assert outer.is_open
-    with pytest.raises(StoreUnavailable, match="in a row"):
+    store.fails, store.error, store.hangs = 1, StoreTimeout, True
+    with pytest.raises(StoreTimeout):
         reader.which_stored(keys)
-    assert len(store.calls) == 4
+    assert outer.is_open
+    with pytest.raises(StoreUnavailable, match="is tried every"):
+        reader.which_stored(keys)
+    assert len(store.calls) == 3
+    store.hangs = False
+    eventually(lambda: not outer.is_open)
+    assert reader.which_stored(keys) == [True]

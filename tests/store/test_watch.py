@@ -238,3 +238,8 @@ def test_slow_calls_take_a_share_of_the_time_at_most(clock, share, rest_s):
     assert pace.blocked_s() == pytest.approx(rest_s)
     clock.now += rest_s
     assert pace.blocked_s() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_call_that_hung_keeps_later_waiters_from_the_store_for_half_a_second_at_most(clock):
+    pace = Pace(clock=clock)
+    assert pace.after(took_s=5.0) == pace.blocked_s() == 0.5

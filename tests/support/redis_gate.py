@@ -1,4 +1,4 @@
-"""Gate: stands between an instance and redis, and stops it in the middle of a load or a save."""
+"""Gate: stands between an instance and redis, as a gate, a virtual address or a middlebox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ SAVE = re.compile(rb"SET\r\n\$\d+\r\n(pds1:[0-9a-f]{32}:\d[^\r]+)\r\n")
 
 
 class Gate:
-    """A TCP relay to redis that can hold the connections on which a command comes."""
+    """A TCP relay to redis that can hold the connections on which a command comes.
+
+    It can also send new connections elsewhere, as an address does after a failover, and forget the
+    connections that it has, as a middlebox does with idle ones.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -23,6 +27,7 @@ class Gate:
         self._open.set()
         self._command: re.Pattern[bytes] | None = None
         self._sockets: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, name="gate", daemon=True)]
         self._threads[0].start()
         self.held: list[str] = []
@@ -37,6 +42,21 @@ class Gate:
         """Lets everything pass."""
         self._command = None
         self._open.set()
+
+    def lead_to(self, port: int) -> None:
+        """Sends new connections to another server; the present ones stay where they are."""
+        self._port = port
+
+    def forget(self) -> int:
+        """Lets nothing pass on the present connections, and tells nobody; returns how many."""
+        before = len(self._forgotten)
+        self._forgotten.update(self._sockets)
+        return (len(self._forgotten) - before) // 2
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of connections so far."""
+        return len(self._sockets) // 2
 
     def close(self) -> None:
         self.release()
@@ -71,7 +91,8 @@ class Gate:
                 if self._command is not None and (keys := self._command.findall(data)):
                     self.held += [key.decode() for key in keys]
                     self._open.wait()
-                target.sendall(data)
+                if source not in self._forgotten:
+                    target.sendall(data)
         _end(source)
         _end(target)
 

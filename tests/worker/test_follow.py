@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdstore import HandoffId, JobResult, LayerSpec
-from pdstore.errors import Direction, Reason, StoreUnavailable
+from pdstore.errors import Direction, Reason, StoreTimeout, StoreUnavailable
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
@@ -178,6 +178,25 @@ def test_a_load_goes_on_after_the_store_was_away(p, instance, store):
     away.is_away = False
     assert job.wait(10) == JobResult(200)
     assert_loaded(p, d, 200)
+
+
+def test_a_load_ends_when_a_search_times_out_with_what_is_whole(p, instance, store):
+    class Slow(WrapperStore):
+        is_slow = False
+
+        def match(self, keys):
+            if self.is_slow:
+                raise StoreTimeout("on purpose")
+            return super().match(keys)
+
+    slow = Slow(store)
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, over=slow, handoff_wait_s=60.0)
+    p.pool.save(p.cache.keys(range(128)), P_BLOCKS).wait(10)
+    job = follow(d, 200)
+    eventually(lambda: is_loaded(p, d, 128, 5))
+    slow.is_slow = True
+    assert job.wait(10) == JobResult(128, Reason.STORE_SLOW)
+    assert_loaded(p, d, 128)
 
 
 class Failing(WrapperStore):

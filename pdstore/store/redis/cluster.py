@@ -3,12 +3,22 @@
 # Decision: docs/decisions/030-redis-fan-out.md
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyError, RedisError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+)
 
 Command: TypeAlias = tuple[str | int | memoryview, ...]
 """A command's name, the key that it is about, and its other arguments."""
@@ -16,7 +26,13 @@ Command: TypeAlias = tuple[str | int | memoryview, ...]
 _ROUNDS = 3
 """Maximum number of sends of one command, whose hash slot may move to another node meanwhile."""
 
-_ELSEWHERE = (MovedError, AskError, ReadOnlyError, redis.ConnectionError)
+_OF_A_REPLICA = (ReadOnlyError, MasterDownError)
+"""Errors of a server that was a master when the connection was made, or whose master is away."""
+
+_RENEW_S = 1.0
+"""Minimum time between two renewals of a pool: the address may lead to a replica for good."""
+
+_ELSEWHERE = (MovedError, AskError, *_OF_A_REPLICA, redis.ConnectionError)
 """Errors after which a command is sent to another node; not a time-out, which took long already."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
@@ -33,22 +49,61 @@ class Address(NamedTuple):
 class OneServer:
     """Sends all commands to one server, or to the master that sentinels name; used as `Cluster` is.
 
+    The server's address may be a name that leads to the new master after a failover, as a Service
+    of Kubernetes does. Old connections stay with the old master. So if a server says that it is a
+    replica, all connections are replaced, and what it refused is sent once more.
+
+    open_pool: returns a pool of connections to the server; the connections are not open yet.
+    patience_s: if a reply took longer, its command is not sent once more.
     sentinels: connections to the sentinels.
     """
 
-    def __init__(self, pool: redis.ConnectionPool, *sentinels: redis.ConnectionPool) -> None:
-        self._pools = (pool, *sentinels)
-        self._client = redis.Redis(connection_pool=pool)
+    def __init__(
+        self,
+        open_pool: Callable[[], redis.ConnectionPool],
+        patience_s: float,
+        *sentinels: redis.ConnectionPool,
+    ) -> None:
+        self._open_pool = open_pool
+        self._patience_s = patience_s
+        self._sentinels = sentinels
+        self._client = redis.Redis(connection_pool=open_pool())
+        self._lock = threading.Lock()
+        self._renewed_at = -math.inf
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
-        return _ask(self._client, commands)
+        client, began_at = self._client, time.monotonic()
+        replies = _ask(client, commands)
+        refused = [i for i, reply in enumerate(replies) if isinstance(reply, _OF_A_REPLICA)]
+        is_late = time.monotonic() - began_at > self._patience_s
+        if refused and not is_late and self._renew(client):
+            again = _ask(self._client, [commands[i] for i in refused])
+            for i, reply in zip(refused, again, strict=True):
+                replies[i] = reply
+        return replies
 
     def masters(self) -> Sequence[redis.Redis]:
         return [self._client]
 
     def disconnect(self) -> None:
-        for pool in self._pools:
+        for pool in (self._client.connection_pool, *self._sentinels):
             pool.disconnect(inuse_connections=False)
+
+    def _renew(self, client: redis.Redis) -> bool:
+        """Replaces the connections of a client unless another call has; False if it is too soon.
+
+        A connection that is in use now goes back to the old pool, so nobody gets it again.
+        """
+        with self._lock:
+            if client is not self._client:
+                return True
+            now = time.monotonic()
+            if now - self._renewed_at < _RENEW_S:
+                return False
+            self._renewed_at = now
+            self._client = redis.Redis(connection_pool=self._open_pool())
+        client.connection_pool.disconnect(inuse_connections=False)
+        return True
 
 
 class Cluster:
@@ -129,7 +184,20 @@ class Cluster:
                 self._nodes[address] = self._nodes.pop(address, None)
                 found = [error] * len(sent)
             for i, reply in zip(part, found, strict=True):
+                if isinstance(reply, AskError):
+                    reply.host = self._host_in(reply, address, slots)
                 replies[i] = reply
+
+    def _host_in(self, ask: AskError, asked: Address, slots: Iterable[Address | None]) -> str:
+        """Returns the host to which a node sends a command; the node may omit or not know it.
+
+        Without a host it means its own; `?` stands for a node that announces no name, which may be
+        known by its port.
+        """
+        if ask.host != "?":
+            return str(ask.host) or asked.host
+        known = (*self._nodes, *filter(None, dict.fromkeys(slots)))
+        return next((node.host for node in known if node.port == ask.port), "?")
 
     def _client(self, address: Address) -> redis.Redis:
         client = self._clients.get(address)
@@ -173,9 +241,16 @@ def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = Fal
 
 
 def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
-    """Returns the master of each slot from the reply of a node, which may omit the node's host."""
+    """Returns the master of each slot from the reply of a node.
+
+    The node may omit its host. It says `?` for a node that should have a name, but announces none;
+    then the node's address is in the list that follows its port and id.
+    """
     found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-    for start, end, (host, port, *_), *_ in told:
+    for start, end, (host, port, *more), *_ in told:
+        if host == b"?":
+            names = more[1] if len(more) > 1 else []
+            host = dict(zip(names[::2], names[1::2], strict=False)).get(b"ip", host)
         address = Address(host.decode() if host else asked.host, port)
         found[start : end + 1] = [address] * (end + 1 - start)
     return found

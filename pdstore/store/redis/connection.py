@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -16,14 +18,21 @@ from redis.exceptions import (
     AuthorizationError,
     ClusterDownError,
     InvalidResponse,
+    MasterDownError,
     MovedError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
 )
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import (
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+    SentinelManagedSSLConnection,
+)
 
 from pdstore.errors import (
     ConfigError,
@@ -39,6 +48,12 @@ from pdstore.store.url import StoreURL
 
 _CONNECT_S = 1.0
 _TIMEOUT_S = 5.0
+_IDLE_S = 60.0  # middleboxes forget an idle connection after minutes: Azure's after four
+_KEEPALIVE = {
+    name: seconds
+    for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+    if (name := getattr(socket, option, None)) is not None
+}
 _PORT, _SENTINEL_PORT = 6379, 26379
 
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
@@ -50,6 +65,10 @@ _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
     (redis.TimeoutError,): StoreTimeout,
     (redis.ConnectionError, ReadOnlyError, *_OF_A_CLUSTER): StoreUnavailable,
 }
+_REPLICA = (
+    "it is a replica: write its master's address, or make this name lead to the master;"
+    " redis+sentinel://HOST:26379/NAME follows a master that moves"
+)
 _NO_REDIS = "what answers there is no redis server: is the port right?"
 _OTHER_SERVER = "what answers there is no redis server, or a proxy: name the server itself"
 _SILENT = "the server is slow or hangs, or is no redis server: is the port right?"
@@ -57,10 +76,9 @@ _REMEDIES = {
     "CERTIFICATE_VERIFY_FAILED": "name the authority of the server's certificate: ?ca=/path/ca.pem",
     "reply type byte": _NO_REDIS,
     "cluster support disabled": "it is a single server: write redis:// or valkey://",
-    "read only replica": (
-        "it is a replica: write its master's address; redis+sentinel://HOST:26379/NAME follows"
-        " a master that moves"
-    ),
+    "read only replica": _REPLICA,
+    "Link with MASTER is down": _REPLICA,
+    "connecting to ?:": "set cluster-announce-hostname, or cluster-announce-ip, of each node",
     "DB index is out of range": "the server has fewer databases: 0 is there always",
     "No master found": "write the port of a sentinel (26379), and the name of a master it watches",
     "unknown command 'SENTINEL'": (
@@ -90,11 +108,14 @@ def open_servers(url: StoreURL) -> Servers:
     """Returns the server or cluster of a URL without connecting to it. Raises ConfigError."""
     is_tls, kind = _parts_of(url.scheme)
     options = {**_options(url), **(_tls(url) if is_tls else {})}
+    if kind != "unix":
+        options |= _lasting(url, is_tls=is_tls, is_of_sentinel=kind == "sentinel")
     kinds = {"unix": _by_socket, "cluster": _cluster, "sentinel": _by_sentinel}
     servers = kinds.get(kind, _by_address)(url, options)
     names = {"": (), "cluster": (), "unix": ("db",), "sentinel": ("db", "sentinel_password")}
     tls = ("ca", "cert", "key") if is_tls else ()
-    url.finish(", ".join([*tls, *names[kind], "timeout"]))
+    of_network = () if kind == "unix" else ("idle",)
+    url.finish(", ".join([*tls, *names[kind], "timeout", *of_network]))
     return servers
 
 
@@ -120,7 +141,6 @@ def _options(url: StoreURL) -> dict[str, Any]:
 
 def _tls(url: StoreURL) -> dict[str, Any]:
     return {
-        "connection_class": redis.SSLConnection,
         "ssl_cert_reqs": "required",
         "ssl_check_hostname": True,
         "ssl_ca_certs": url.options.pop("ca", None),
@@ -129,10 +149,42 @@ def _tls(url: StoreURL) -> dict[str, Any]:
     }
 
 
+def _lasting(url: StoreURL, *, is_tls: bool, is_of_sentinel: bool) -> dict[str, Any]:
+    """Returns what keeps connections through a network, which may forget idle ones silently."""
+    base: type[Any] = redis.SSLConnection if is_tls else redis.Connection
+    if is_of_sentinel:
+        base = SentinelManagedSSLConnection if is_tls else SentinelManagedConnection
+    return {
+        "connection_class": _renewing(base, url.seconds("idle", _IDLE_S)),
+        "socket_keepalive": True,
+        "socket_keepalive_options": _KEEPALIVE,
+    }
+
+
+def _renewing(base: type[Any], idle_s: float) -> type[Any]:
+    """Returns a class of connections that connect anew after an idle time of over `idle_s`.
+
+    What a middlebox has forgotten would swallow the command, and cost the whole time limit.
+    """
+
+    class Renewing(base):  # type: ignore[misc]
+        _taken_at = 0.0
+
+        def connect(self) -> None:
+            """Prepares for a call; the pool calls it each time that it lends the connection."""
+            now = time.monotonic()
+            if now - self._taken_at > idle_s:
+                self.disconnect()
+            self._taken_at = now
+            super().connect()
+
+    return Renewing
+
+
 def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
     database = _database(url, url.path.strip("/") or "0")
     options |= {"host": url.host or "localhost", "port": url.port or _PORT, "db": database}
-    return OneServer(redis.ConnectionPool(**options))
+    return OneServer(lambda: redis.ConnectionPool(**options), options["socket_timeout"] / 2)
 
 
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -140,7 +192,8 @@ def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
         raise ConfigError(f"{url.label}: write {url.scheme}:///path/redis.sock")
     options |= {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
     database = _database(url, url.options.pop("db", "0"))
-    return OneServer(redis.ConnectionPool(db=database, **options))
+    options |= {"db": database}
+    return OneServer(lambda: redis.ConnectionPool(**options), options["socket_timeout"] / 2)
 
 
 def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -162,16 +215,21 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
         "socket_connect_timeout": _CONNECT_S,
         "retry": options["retry"],
         "password": url.options.pop("sentinel_password", None),
+        **{name: options[name] for name in options if name.startswith("socket_keepalive")},
     }
-    is_tls = options.pop("connection_class", None) is not None
+    is_tls = "ssl_cert_reqs" in options
     tls = {"ssl": True, **{k: v for k, v in options.items() if k.startswith("ssl_")}}
     sentinel = Sentinel(  # type: ignore[no-untyped-call]
         _addresses(url, _SENTINEL_PORT), sentinel_kwargs={**ask, **(tls if is_tls else {})}
     )
     database = _database(url, url.options.pop("db", "0"))
     options |= {"ssl": is_tls, "db": database}
-    pool = SentinelConnectionPool(name, sentinel, **options)  # type: ignore[no-untyped-call]
-    return OneServer(pool, *[each.connection_pool for each in sentinel.sentinels])
+
+    def open_pool() -> redis.ConnectionPool:
+        return SentinelConnectionPool(name, sentinel, **options)  # type: ignore[no-untyped-call]
+
+    sentinels = [each.connection_pool for each in sentinel.sentinels]
+    return OneServer(open_pool, options["socket_timeout"] / 2, *sentinels)
 
 
 def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
@@ -186,7 +244,8 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
     if not isinstance(error, RedisError):
         said = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
         return StoreError(said, num_done=num_done, remedy=_OTHER_SERVER)
-    if isinstance(error, _OF_A_CLUSTER) and "+cluster://" not in label:
+    is_of_a_cluster = isinstance(error, _OF_A_CLUSTER) and not isinstance(error, MasterDownError)
+    if is_of_a_cluster and "+cluster://" not in label:
         remedy = "it is a node of a cluster: write redis+cluster:// or valkey+cluster://"
         return StoreError(f"{label}: {error}", num_done=num_done, remedy=remedy)
     if str(error).startswith("WRONGTYPE"):  # the key has a list or a hash: the caller removes it
@@ -207,6 +266,11 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
         yield
     except (RedisError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise error_of(label, error, key, num_done) from error
+
+
+def refuses_writes(error: object) -> bool:
+    """True if a server that may be read says that it takes no writes now."""
+    return isinstance(error, ResponseError) and str(error).startswith(("MISCONF", "NOREPLICAS"))
 
 
 def _remedy(label: str, error: RedisError) -> str:
@@ -247,5 +311,8 @@ def _connect_and_ping(connection: redis.Connection) -> None:
     """
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_command("PING")  # type: ignore[no-untyped-call]
-    with contextlib.suppress(NoPermissionError):
+    try:
         connection.read_response()
+    except ResponseError as error:  # a server that may not write denies even a PING
+        if not isinstance(error, NoPermissionError) and not refuses_writes(error):
+            raise

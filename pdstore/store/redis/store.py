@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -14,7 +15,13 @@ from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.redis.cluster import Command
-from pdstore.store.redis.connection import Servers, error_of, named_errors, open_servers
+from pdstore.store.redis.connection import (
+    Servers,
+    error_of,
+    named_errors,
+    open_servers,
+    refuses_writes,
+)
 from pdstore.store.url import StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
@@ -77,12 +84,7 @@ class RedisStore(Store):
         n, window = 0, _FIRST_WINDOW
         while n < len(keys):
             part = keys[n : n + window]
-            renewals: list[Command] = [
-                ("EXISTS", key) if ttl_s is None else ("EXPIRE", key, ttl_s)
-                for key, ttl_s in ((key, self._ttl_s[kind_of(key)]) for key in part)
-            ]
-            replies = self._replies(renewals, n)
-            found = next((i for i, reply in enumerate(replies) if not reply), len(part))
+            found = self._num_renewed(part, n)
             n += found
             if found < len(part):
                 break
@@ -90,6 +92,22 @@ class RedisStore(Store):
         if n and self._lease_s is None:
             self._lease_s = self._ask_lease_s()
         return n
+
+    def _num_renewed(self, keys: Sequence[BlockKey], num_done: int) -> int:
+        """Returns how many leading keys are stored, and renews their time to live.
+
+        A server that takes no writes now can still be read: then nothing is renewed.
+        """
+        renewals: list[Command] = [
+            ("EXISTS", key) if ttl_s is None else ("EXPIRE", key, ttl_s)
+            for key, ttl_s in ((key, self._ttl_s[kind_of(key)]) for key in keys)
+        ]
+        try:
+            return _num_found(self._replies(renewals, num_done))
+        except StoreError as error:
+            if not refuses_writes(error.__cause__):
+                raise
+        return _num_found(self._replies([("EXISTS", key) for key in keys], num_done))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Searches for all keys in one round trip; renews no lease."""
@@ -216,6 +234,11 @@ class RedisStore(Store):
         except StoreError as error:  # hosted servers often refuse CONFIG
             return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
+
+
+def _num_found(replies: Iterable[object]) -> int:
+    """Returns after how many replies the first one says that its key is not stored."""
+    return sum(1 for _ in itertools.takewhile(bool, replies))
 
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:

@@ -124,6 +124,48 @@ def test_a_node_that_hangs_costs_a_call_one_time_out(cluster, store):
     wait_until_found(store, keys)
 
 
+@pytest.fixture(params=["unknown-endpoint", "hostname"])
+def nameless(request, cluster):
+    """A cluster whose nodes are to be called by names that they do not have."""
+    kinds = "cluster-preferred-endpoint-type"
+    for value in (request.param, "ip"):
+        for node in cluster.masters:
+            with node.client() as raw:
+                raw.config_set(kinds, value)
+        if value != "ip":
+            yield cluster
+
+
+def test_nodes_without_a_name_are_reached_by_their_address(nameless):
+    keys = fresh_keys(30)
+    with opened(nameless.url) as store:
+        assert put(store, keys, [b"x"] * 30) == 30
+        assert store.match(keys) == 30
+        assert len({node_of(nameless, key) for key in keys}) == 3
+
+
+def test_a_slot_that_moves_between_nodes_without_a_name_is_followed(nameless):
+    """ASK has no host then, or `?`."""
+    [key] = fresh_keys(1)
+    here = node_of(nameless, key)
+    there, slot = (here + 1) % 3, key_slot(key.encode())
+    with (
+        nameless.masters[here].client() as old,
+        nameless.masters[there].client() as new,
+        opened(nameless.url) as store,
+    ):
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", nameless.names[here])
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", nameless.names[there])
+        try:
+            assert put(store, [key], [b"one"]) == 1
+            assert get(store, [key], [3]) == [b"one"]
+            assert new.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+        finally:
+            new.flushall()
+            for node in (old, new):
+                node.execute_command("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_a_slot_that_moves_or_has_moved_is_followed(cluster, store, is_moved):
     [key] = fresh_keys(1)
