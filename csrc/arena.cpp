@@ -231,6 +231,15 @@ int32_t Arena::clear(std::string_view prefix) {
   });
 }
 
+bool Arena::could_fit(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, int64_t now) {
+  std::vector<NewValue> missing;
+  missing.reserve(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (index_.find(keys[i], now) == kNone) missing.push_back({Kind{kinds[i]}, sizes[i]});
+  }
+  return index_.could_fit(missing, now);
+}
+
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
                        int64_t lock_ns, MayGo may_go) {
   places->clear();
@@ -244,6 +253,7 @@ int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *si
       for (size_t i = 0; i < keys.size() && may_go == MayGo::kKept; ++i) {
         if (const uint32_t id = index_.find(keys[i], now); id != kNone) index_.touch(id, now);
       }
+      if (may_go == MayGo::kKept && !could_fit(keys, kinds, sizes, now)) return;
       for (size_t i = 0; i < keys.size(); ++i) {
         Place place;
         if (index_.find(keys[i], now) == kNone) {

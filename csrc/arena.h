@@ -73,6 +73,7 @@ class Arena {
   Arena(int file, char *base, const Geometry &geometry, const pds_arena_options &options);
 
   bool is_of_this_process() const;
+  bool could_fit(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, int64_t now);
   template <typename Body>
   int32_t while_open(Body body);
   template <typename Body>

@@ -220,9 +220,15 @@ void Index::touch(uint32_t id, int64_t now) {
   slab.lease_end = std::max(slab.lease_end, used.lease_end);
 }
 
+// The units of the slot that a value gets; more than a slab has if it gets none.
+int64_t Index::units_for(Kind kind, int64_t bytes) const {
+  const int64_t units = units_of(bytes);
+  const bool is_rounded = kind == kShortLived && units <= geometry_.slots_per_slab;
+  return is_rounded ? std::min(rounded(units), geometry_.slots_per_slab) : units;
+}
+
 uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go) {
-  int64_t units = units_of(bytes);
-  if (kind == kShortLived) units = std::min(rounded(units), geometry_.slots_per_slab);
+  const int64_t units = units_for(kind, bytes);
   if (units > geometry_.slots_per_slab) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;

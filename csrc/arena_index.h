@@ -59,6 +59,7 @@ class Unlock {
 struct Damaged {};
 
 enum class MayGo { kUnkept, kKept };  // for a new value
+enum class Spared { kNone, kMarkers };  // of what nothing keeps
 
 // The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
@@ -66,6 +67,11 @@ inline int64_t since(int64_t then, int64_t now) {
 }
 
 inline int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
+
+struct NewValue {
+  Kind kind;
+  int64_t bytes;
+};
 
 class Index {
  public:
@@ -97,6 +103,9 @@ class Index {
   // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
   // that were used before `now`.
   uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go);
+  // True if new values could have slots: whether `reserve` with kKept may find them. Evicts nothing.
+  // It counts slots of each size, in slabs that could go whole and in others.
+  bool could_fit(const std::vector<NewValue> &values, int64_t now);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
   // Frees a slot, whatever it holds.
@@ -158,10 +167,11 @@ class Index {
     uint32_t slot;
     int64_t slab;
   };
-  Oldest oldest(Class &sized, int64_t now);
-  bool evict(Class &sized, int64_t now);
+  Oldest oldest(Class &sized, int64_t now, Spared spared = Spared::kNone);
+  bool evict(Class &sized, int64_t now, Spared spared);
   bool sacrifice(Class &sized, bool for_marker, int64_t now);
-  uint32_t oldest_unkept(Class &sized, int64_t now);
+  uint32_t oldest_unkept(Class &sized, int64_t now, Spared spared);
+  int64_t units_for(Kind kind, int64_t bytes) const;
   bool is_kept(const Slot &slot, int64_t now) const;
   bool is_denied(int64_t now) const;
   bool add_slab(Class &sized, int64_t now);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "arena_index.h"
@@ -21,6 +22,10 @@ constexpr int64_t kFullFor = 20'000'000;  // a walk over what is kept is not rep
 
 bool is_ahead(int64_t lease_end, int64_t now) {
   return lease_end > now && (lease_end <= now + kLongestLease || lease_end == kForeverNs);
+}
+
+bool is_marker(const Slot &slot) {
+  return slot.state == State::kStored && slot.kind == kShortLived && slot.bytes <= kUnit;
 }
 
 }  // namespace
@@ -51,9 +56,10 @@ Class &Index::class_of_slot(uint32_t id) {
 uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go) {
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
     if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
-    const bool is_marker = kind == kShortLived && sized.units == 1;
-    const bool may_take = is_marker || may_go == MayGo::kKept;
-    if (!evict(sized, now) && !(may_take && sacrifice(sized, is_marker, now))) return kNone;
+    const bool for_marker = kind == kShortLived && sized.units == 1;
+    const bool may_take = for_marker || may_go == MayGo::kKept;
+    const Spared spared = may_go == MayGo::kKept ? Spared::kMarkers : Spared::kNone;
+    if (!evict(sized, now, spared) && !(may_take && sacrifice(sized, for_marker, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -105,10 +111,12 @@ int64_t Index::coldest_slab(const Class &beside, MayGo may_go) const {
   return coldest;
 }
 
-Index::Oldest Index::oldest(Class &sized, int64_t now) {
-  const uint32_t victim = oldest_unkept(sized, now);
+Index::Oldest Index::oldest(Class &sized, int64_t now, Spared spared) {
+  const uint32_t victim = oldest_unkept(sized, now, spared);
   const int64_t slab = coldest_slab(sized, [&](int64_t i) {
-    return slabs_[i].num_reserved == 0 && !is_ahead(slabs_[i].lease_end, now);
+    if (slabs_[i].num_reserved > 0 || is_ahead(slabs_[i].lease_end, now)) return false;
+    const Slot *first = &slots_[id_of(i, 0)];
+    return spared == Spared::kNone || std::none_of(first, first + slots_of(i), is_marker);
   });
   const auto is_older = [&] {
     return victim == kNone || slabs_[slab].num_used == 0 ||
@@ -118,8 +126,8 @@ Index::Oldest Index::oldest(Class &sized, int64_t now) {
 }
 
 // Frees one slot of a class. False if all is kept.
-bool Index::evict(Class &sized, int64_t now) {
-  const auto [victim, slab] = oldest(sized, now);
+bool Index::evict(Class &sized, int64_t now, Spared spared) {
+  const auto [victim, slab] = oldest(sized, now, spared);
   if (slab >= 0) {
     empty(slab);
     if (assign(slab, sized, now)) return true;
@@ -150,8 +158,7 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
 bool Index::sacrifice(Class &sized, bool for_marker, int64_t now) {
   const auto is_needed = [&](const Slot &slot) {
     if (slot.state != State::kStored) return slot.state != State::kFree;
-    const bool is_marker = slot.kind == kShortLived && slot.bytes <= kUnit;
-    return slot.kind == kForever || (!for_marker && (is_marker || slot.used_at >= now));
+    return slot.kind == kForever || (!for_marker && (is_marker(slot) || slot.used_at >= now));
   };
   uint32_t older = kNone;
   for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
@@ -171,18 +178,50 @@ bool Index::sacrifice(Class &sized, bool for_marker, int64_t now) {
   return assign(coldest, sized, now);
 }
 
+bool Index::could_fit(const std::vector<NewValue> &values, int64_t now) {
+  const auto may_go = [&](const Slot &slot) {
+    if (slot.state == State::kResting) return !is_ahead(slot.lease_end, now);
+    if (slot.state != State::kStored) return slot.state == State::kFree;
+    return slot.kind != kForever && !is_marker(slot) && slot.used_at < now;
+  };
+  std::map<int64_t, int64_t> wanted;  // slots, by their units
+  for (const NewValue &value : values) {
+    const int64_t units = units_for(value.kind, value.bytes);
+    if (units > geometry_.slots_per_slab) return false;
+    ++wanted[units];
+  }
+  int64_t whole = 0;  // slabs that could have any size
+  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
+    const int64_t count = slots_of(slab);
+    if (count == 0 && is_denied(now)) continue;
+    const Slot *first = &slots_[id_of(slab, 0)];
+    const int64_t num_going = std::count_if(first, first + count, may_go);
+    if (num_going == count) {
+      ++whole;
+    } else if (const auto found = wanted.find(slabs_[slab].units); found != wanted.end()) {
+      found->second -= num_going;
+    }
+  }
+  for (const auto &[units, count] : wanted) {
+    const int64_t per_slab = geometry_.slots_per_slab / units;
+    if (count > 0) whole -= (count + per_slab - 1) / per_slab;
+  }
+  return whole >= 0;
+}
+
 bool Index::is_kept(const Slot &slot, int64_t now) const {
   return (slot.kind == kForever && slot.state == State::kStored) || is_ahead(slot.lease_end, now);
 }
 
-uint32_t Index::oldest_unkept(Class &sized, int64_t now) {
+uint32_t Index::oldest_unkept(Class &sized, int64_t now, Spared spared) {
   if (now < sized.full_until && sized.full_until <= now + kFullFor) return kNone;
   int64_t soonest = now + kFullFor;
   uint32_t older = kNone;
   for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
     const Slot &used = slot(id);
     if (used.older != older) throw Damaged();  // so a ring of links cannot hold us
-    if (!is_kept(used, now)) return id;
+    const bool is_spared = spared == Spared::kMarkers && is_marker(used);
+    if (!is_spared && !is_kept(used, now)) return id;
     soonest = std::min(soonest, used.lease_end);
   }
   sized.full_until = soonest;

@@ -40,11 +40,14 @@ class _Shelf:
         self.num_evicted = 0
 
     def add(self, key: BlockKey, data: bytes) -> bool:
-        """Adds a value unless its key is stored. Returns False if there is no room for it."""
+        """Adds a value unless its key is stored. Returns False if there is no room for it.
+
+        A marker is added even so: a D that waits for a block learns from it that none will come.
+        """
         with self.lock:
             if key in self.values:
                 return True
-            if not self.evict_for(len(data)):
+            if not self.evict_for(len(data)) and kind_of(key) is not Kind.HANDOFF:
                 return False
             now = self.clock()
             self.values[key] = _Value(data, now + FRESH_S, now)
@@ -111,6 +114,7 @@ class MemoryStore(Store):
 
     A name's values live until its last store is closed. Without a budget nothing is evicted. With a
     budget, the values matched longest ago are evicted first; leased values only by `make_room`.
+    Markers are stored even if nothing may be evicted for them, beyond the budget.
     It keeps no clock: values never expire, and tails and markers are evicted like blocks.
 
     clock: returns seconds, by which a store without a name counts leases; simulations pass one.

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pdstore.errors import StoreClosed, StoreFull
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
@@ -94,6 +94,45 @@ def test_a_closed_store_tells_nothing(files):
     files[0].close()
     with pytest.raises(StoreClosed):
         files[0].wait_for_change(None, 0.0)
+
+
+@pytest.mark.parametrize("size", [40 << 10, 64 << 10])  # one such value takes a slab of its own
+def test_an_arena_that_could_not_hold_new_values_evicts_none(size, tmp_path):
+    url = f"shm://slots?dir={tmp_path}&size=1MiB&slab=64KiB&lease=60"
+    with contextlib.closing(open_store(url, SETTINGS)) as store:
+        by_use = find_optional(store, EvictsByUse)
+        put(store, [POOL_ID_KEY])  # holds one slab of the 16
+        small = fresh_keys(60)
+        put_values(store, small, [bytes(4 << 10)] * len(small))
+        assert store.match(small) == len(small)
+        assert not by_use.make_room(fresh_keys(16), [size] * 16)
+        assert store.match(small) == len(small), "none went in vain"
+        assert by_use.make_room(fresh_keys(15), [size] * 15)
+        assert store.match([POOL_ID_KEY]) == 1
+
+
+def test_room_in_an_arena_is_never_made_of_markers(tmp_path):
+    url = f"shm://markers?dir={tmp_path}&size=1MiB&slab=64KiB&lease=60"
+    with contextlib.closing(open_store(url, SETTINGS)) as store:
+        by_use, blocks = find_optional(store, EvictsByUse), fresh_keys(40)
+        marker = BlockKey(f"{blocks[0].rsplit(':', 3)[0]}:handoff:{'b' * 32}:0:done")
+        put(store, [marker])
+        with contextlib.suppress(StoreFull):
+            for key in blocks:
+                put_values(store, [key], [bytes(64 << 10)])
+        deadline = time.monotonic() + 20
+        while age_of(store, marker) < 1.2:  # after a second a marker is not fresh any more
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for key in blocks:
+            store.match([key])
+        assert by_use.make_room(fresh_keys(15), [64 << 10] * 15)
+        assert not by_use.make_room(fresh_keys(16), [64 << 10] * 16)
+        assert store.which_stored([marker]) == [True]
+
+
+def age_of(store, key):
+    return next(value.age_s for value in store.stored_values(key) if value.key == key)
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,7 @@ class ArenaStore(Store):
 
     def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
         self._enter(keys)
-        can_fit = sum(sizes) <= self._arena.data_bytes
-        return can_fit and self._arena.make_room(keys, _kinds(keys), sizes)
+        return self._arena.make_room(keys, _kinds(keys), sizes)
 
     def why_too_long(self, num_bytes: int) -> str | None:
         return why_too_long(self.path, num_bytes, self._arena.slab_bytes)

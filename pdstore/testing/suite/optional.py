@@ -94,6 +94,19 @@ class PressureTests:
         assert_stored(small_store, [POOL_ID_KEY], [value])
         small_store.remove([POOL_ID_KEY])
 
+    def test_a_full_store_whose_values_are_leased_takes_markers(self, small_store: Store) -> None:
+        if not small_store.lease_s:
+            pytest.skip("this store has no leases")
+        for key in fresh_keys(2 * MOST):
+            if _put_what_fits(small_store, [key]) != (1, False):
+                break
+            small_store.match([key])
+        stem = fresh_keys(1)[0].split(":")[1]
+        markers = [BlockKey(f"pds1:{stem}:handoff:{number:032x}:0:failed") for number in range(40)]
+        for marker in markers:
+            assert put(small_store, [marker], [content(marker, 64)]) == 1
+            assert_stored(small_store, [marker], [content(marker, 64)])
+
     def test_clear_leaves_room(self, small_store: Store) -> None:
         keys = fresh_keys(MOST)
         for key in keys:
