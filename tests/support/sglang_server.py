@@ -49,6 +49,7 @@ def server_args(model: Path, **changes: object) -> types.SimpleNamespace:
         "context_length": None,
         "json_model_override_args": "{}",
         "enable_lora": None,
+        "lora_paths": None,
         "hicache_storage_prefetch_policy": "wait_complete",
     }
     return types.SimpleNamespace(**(arguments | changes))

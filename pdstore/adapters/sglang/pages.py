@@ -74,7 +74,7 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
         "context parallelism of attention": storage_config.attn_cp_size > 1,
         "decode context parallelism": getattr(storage_config, "dcp_size", 1) > 1,
         "pages split by heads (tp_lcm_size)": storage_config.should_split_heads,
-        "LoRA (not every version's page hashes name the adapter)": args.enable_lora,
+        "LoRA (no version's page hashes name the adapter's content)": _has_lora(args),
     }
     for what, is_asked in refusals.items():
         if is_asked:
@@ -84,6 +84,14 @@ def refuse_unsupported(storage_config: Any, args: Any) -> None:
             'pdstore reads and writes pages in place: add "interface_v1": 1 to'
             " --hicache-storage-backend-extra-config"
         )
+
+
+def _has_lora(args: Any) -> bool:
+    """Returns True if the user or SGLang turned LoRA on: either is enough to refuse it."""
+    typed = getattr(args, "typed", args)
+    return any(
+        getattr(each, name) for each in (typed, args) for name in ("enable_lora", "lora_paths")
+    )
 
 
 def warn_of_haste(settings: Settings, args: Any) -> None:
@@ -98,8 +106,36 @@ def warn_of_haste(settings: Settings, args: Any) -> None:
         )
 
 
-def server_arguments() -> Any:
-    """Returns the ServerArgs of this process. Raises ConfigError if it has none."""
+class ServerArguments:
+    """SGLang's arguments of one process, each as SGLang resolved it.
+
+    Up to 0.5.18 SGLang writes what it resolves into its ServerArgs. From 0.5.19 on ServerArgs keeps
+    what the user typed, and SGLang's `resolution_result` tells what the server uses.
+
+    typed: SGLang's ServerArgs.
+    Raises ConfigError if ServerArgs keeps what was typed, and this SGLang does not tell the rest.
+    """
+
+    def __init__(self, typed: Any) -> None:
+        self.typed = typed
+        try:
+            from sglang.srt.arg_groups.overrides import resolution_result
+        except ImportError as error:
+            if hasattr(typed, "_raw_input"):
+                raise ConfigError(
+                    f"cannot tell how this SGLang resolved its arguments ({error}); pdstore"
+                    f" supports {VERSIONS}"
+                ) from error
+            resolution_result = getattr
+        self._resolve = resolution_result
+
+    def __getattr__(self, name: str) -> Any:
+        getattr(self.typed, name)  # raises AttributeError for a name that is no argument
+        return self._resolve(self.typed, name)
+
+
+def server_arguments() -> ServerArguments:
+    """Returns the arguments of this process. Raises ConfigError if it has none."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -110,13 +146,13 @@ def server_arguments() -> Any:
         ) from error
     if args is None:
         raise ConfigError("SGLang's arguments are not published in this process")
-    return args
+    return ServerArguments(args)
 
 
 def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> ServedModel:
     """Returns the model's fields of the namespace. Raises ConfigError if the user must set one.
 
-    args: SGLang's ServerArgs.
+    args: SGLang's arguments, as it resolved them.
     stored_as: the host pool's dtype, which is uint8 for every kind of fp8.
     """
     dtype = str(stored_as).removeprefix("torch.")

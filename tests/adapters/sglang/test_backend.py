@@ -180,6 +180,7 @@ def test_an_exception_costs_a_miss_and_not_sglangs_thread(serve):
         ({"config": {"attn_cp_size": 2}}, "context parallelism of attention"),
         ({"config": {"should_split_heads": True}}, "tp_lcm_size"),
         ({"arguments": {"enable_lora": True}}, "LoRA"),
+        ({"arguments": {"lora_paths": ["name=/adapters/a"]}}, "LoRA"),
         ({"interface_v1": 0}, "interface_v1"),
         ({"arguments": {"load_format": "dummy"}}, "PDSTORE_WEIGHTS"),
         ({"url": "file://"}, "url: there is no such setting"),
