@@ -54,7 +54,7 @@ class StatusServer:
         page = files("pdstore.status").joinpath("page.html").read_bytes()
         try:
             self._server = _Server((_HOST, port), partial(_Handler, page, take))
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # taken, reserved, or above 65535
             raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
         self._server.timeout = _TURN_S
         self._server.request_s = request_s
@@ -146,9 +146,9 @@ class Reporting:
     registries: hold the instance's metrics, which the page combines.
     problem: returns what is wrong with the pool now, or None.
     number: this instance's number among the instances with the same environment variables; it is
-      added to the page's port.
-    Raises ConfigError for a port that another process uses; MissingExtra if spans need a package
-      that is not installed.
+      added to the page's port. A port that cannot be opened costs a warning and the page, because
+      the instance works without it.
+    Raises MissingExtra if spans need a package that is not installed.
 
     journal: takes the records of requests that have ended.
     """
@@ -174,9 +174,9 @@ class Reporting:
             if settings.status_port is not None:
                 tell = partial(snapshot, settings, cache, registries, self.journal, problem)
                 port = settings.status_port and settings.status_port + number
-                self._server = StatusServer(port, tell)
-                undo.callback(self._server.close)
-                log.info("status on %s", self._server.url)
+                self._server = _open_page(port, tell)
+                if self._server is not None:
+                    undo.callback(self._server.close)
             self._opened = undo.pop_all()
 
     @property
@@ -187,6 +187,17 @@ class Reporting:
     def close(self) -> None:
         """Stops the page and sends the last spans. May be called twice."""
         self._opened.close()
+
+
+def _open_page(port: int, tell: Callable[[], Json]) -> StatusServer | None:
+    """Returns the page's server; None, with a warning, if the port cannot be opened."""
+    try:
+        server = StatusServer(port, tell)
+    except ConfigError as error:
+        log.warning("%s: this instance has no status page. Name another port, or 0", error)
+        return None
+    log.info("status on %s", server.url)
+    return server
 
 
 def snapshot(

@@ -8,12 +8,11 @@ import httpx
 import pytest
 
 from examples.ports import free_port
-from pdstore.errors import ConfigError, Reason
+from pdstore.errors import Reason
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.status.server import Reporting
 from tests.status.test_snapshot import CACHE
-from tests.support.kv import eventually
 
 
 @pytest.fixture
@@ -36,12 +35,15 @@ def test_instances_of_one_environment_have_pages_beside_each_other(report):
     assert report(status_port=0, number=1).url is not None
 
 
-def test_a_port_that_is_taken_leaves_no_thread(report):
+def test_a_port_that_cannot_be_opened_costs_the_page_and_not_the_start(report, caplog):
     port = int(report(status_port=0).url.rpartition(":")[2])
     before = set(threading.enumerate())
-    with pytest.raises(ConfigError):
-        report(status_port=port, traces="http://127.0.0.1:4318")
-    eventually(lambda: set(threading.enumerate()) <= before)
+    second = report(status_port=port)
+    assert second.url is None
+    assert f"PDSTORE_STATUS_PORT={port}: " in caplog.text
+    assert report(status_port=65535, number=1).url is None
+    assert "PDSTORE_STATUS_PORT=65536: " in caplog.text
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_page_adds_up_the_numbers_of_several_registries(report):

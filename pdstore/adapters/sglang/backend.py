@@ -73,7 +73,8 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         served = served_model(self._settings, self._args, mem_pool_host.dtype)
         rank, size = self._config.tp_rank, self._config.tp_size
         pages = HostPages.of_host_pool(mem_pool_host, served, rank, size)
-        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, rank)
+        number = (getattr(self._config, "dp_rank", 0) or 0) * size + rank
+        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, number)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Does nothing for the KV pool, which is registered already; refuses any other pool."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.stored_bytes import damage
+from examples.ports import free_port
 from pdstore.errors import ConfigError, Reason
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
@@ -196,3 +199,31 @@ def test_a_pool_beside_the_kv_is_refused(serve):
     server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.KV)
     with pytest.raises(ConfigError, match=r"the pool mamba, .* wrong answers"):
         server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.MAMBA)
+
+
+def test_data_parallel_ranks_of_one_environment_all_start(serve, monkeypatch, caplog):
+    """Plain `--dp-size`, and each SGLang before 0.5.21: every rank is rank 0."""
+    monkeypatch.setenv("PDSTORE_STATUS_PORT", str(port := free_port()))
+    ranks = [serve(wheel.mha_pool()) for _ in range(2)]
+    assert [rank.backup(kit.page_hashes(2, str(n)), [0, 1]) for n, rank in enumerate(ranks)] == [
+        2
+    ] * 2
+    assert caplog.text.count(f"PDSTORE_STATUS_PORT={port}: ") == 1
+
+
+def test_the_pages_of_data_parallel_groups_lie_beside_each_other(serve, monkeypatch, caplog):
+    """From 0.5.21 on the configuration has the number of the group."""
+    fields = dataclasses.fields(wheel.hicache_storage.HiCacheStorageConfig)
+    if "dp_rank" not in [field.name for field in fields]:
+        newer = dataclasses.make_dataclass(
+            "HiCacheStorageConfig",
+            [("dp_rank", int, 0)],
+            bases=(wheel.hicache_storage.HiCacheStorageConfig,),
+        )
+        monkeypatch.setattr(wheel.hicache_storage, "HiCacheStorageConfig", newer)
+    monkeypatch.setenv("PDSTORE_STATUS_PORT", str(port := free_port() - 3))
+    caplog.set_level(logging.INFO, "pdstore.status.server")
+    for dp_rank, tp_rank in [(0, 1), (1, 1)]:
+        serve(wheel.mha_pool(), config={"tp_size": 2, "tp_rank": tp_rank, "dp_rank": dp_rank})
+    places = [f"http://127.0.0.1:{port + number}" for number in (1, 3)]
+    assert [place in caplog.text for place in places] == [True, True]
