@@ -6,10 +6,11 @@ import functools
 import importlib.metadata
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pdstore.errors import ConfigError
-from pdstore.settings import read_engine_settings, read_settings
+from pdstore.settings import origin_of, read_engine_settings, read_settings
 from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's handlers print it
@@ -17,6 +18,8 @@ log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's hand
 NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
 VERSIONS = ((0, 26), (0, 33))
+_MULTI = "MultiConnector"
+_INHERITED = ("kv_load_failure_policy", "kv_role")
 _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -71,8 +74,9 @@ def log_where_vllm_logs() -> None:
 def _with_switch(create_engine_config: Any) -> Any:
     """Wraps vLLM's function, so that PD_TRANSFER_VIA_STORAGE=1 configures the connector.
 
-    It changes nothing if another connector is configured. With pdstore's connector, settings that
-    cannot be used raise an error here, before vLLM loads a model.
+    It changes nothing if another connector is configured, but warns. With pdstore's connector,
+    alone or in a MultiConnector, settings and options that cannot be used raise an error here,
+    before vLLM loads a model.
     """
 
     @functools.wraps(create_engine_config)
@@ -80,12 +84,97 @@ def _with_switch(create_engine_config: Any) -> Any:
         if engine_args.kv_transfer_config is None:
             engine_args.kv_transfer_config = _config_of_switch()
         transfer = engine_args.kv_transfer_config
-        if getattr(transfer, "kv_connector", None) == NAME:
-            check_store(read_settings(**transfer.kv_connector_extra_config))
+        if getattr(transfer, "kv_connector", None) is not None:
+            _check(transfer, getattr(engine_args, "kv_offloading_size", None))
         return create_engine_config(engine_args, *args, **kwargs)
 
     create._is_pdstores = True  # type: ignore[attr-defined]
     return create
+
+
+def _check(transfer: Any, offloading_gib: float | None) -> None:
+    """Checks pdstore's part of a KVTransferConfig, and completes its entries in a MultiConnector.
+
+    Raises ConfigError.
+    """
+    entries = list(_entries(transfer.kv_connector_extra_config))
+    is_alone = transfer.kv_connector == NAME
+    if not is_alone and not (transfer.kv_connector == _MULTI and entries):
+        _warn_if_switched(transfer.kv_connector)
+        return
+    if offloading_gib is not None:
+        raise ConfigError(
+            "--kv-offloading-size replaces pdstore by another KV connector: leave it out, or turn"
+            f" pdstore off. To have both, name {NAME} and OffloadingConnector as the connectors of"
+            " a MultiConnector in --kv-transfer-config"
+        )
+    if is_alone:
+        _check_settings(transfer.kv_connector_extra_config, transfer.kv_role)
+        return
+    for entry in entries:
+        _inherit(entry, transfer)
+        _check_settings(entry.get("kv_connector_extra_config") or {}, transfer.kv_role)
+
+
+def _entries(extra_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields pdstore's entries in the extra config of a MultiConnector, which may be nested."""
+    for entry in extra_config.get("connectors") or ():
+        if entry.get("kv_connector") == NAME:
+            yield entry
+        elif entry.get("kv_connector") == _MULTI:
+            yield from _entries(entry.get("kv_connector_extra_config") or {})
+
+
+def _inherit(entry: dict[str, Any], outer: Any) -> None:
+    """Gives an entry the outer policy and role, which are those that vLLM's scheduler obeys.
+
+    Raises ConfigError for an entry that has another.
+    """
+    for name in _INHERITED:
+        used = getattr(outer, name)
+        given = entry.setdefault(name, used)
+        if given != used:
+            raise ConfigError(
+                f"{name} is {given} in the entry of {NAME}, but vLLM obeys that of the"
+                f" {_MULTI}, which is {used}: write {name} beside {_MULTI}, and leave it out of the"
+                " entry"
+            )
+
+
+def _check_settings(extra_config: dict[str, Any], kv_role: str) -> None:
+    """Raises ConfigError for settings that cannot be used; warns of a role that is not vLLM's.
+
+    With kv_both, any role of pdstore is right.
+    """
+    settings = read_settings(**extra_config)
+    check_store(settings)
+    if origin_of(settings, "role") == "default" or kv_role in ("kv_both", _KV_ROLES[settings.role]):
+        return
+    is_used = "role" in extra_config
+    log.warning(
+        "kv_role is %s, but pdstore's role is set to %s, which is %s: write kv_both, or %s",
+        kv_role,
+        settings.role,
+        "used" if is_used else "not used",
+        _KV_ROLES[settings.role],
+    )
+
+
+def _warn_if_switched(connector: str) -> None:
+    """Warns if PD_TRANSFER_VIA_STORAGE is 1 and another connector is configured."""
+    try:
+        is_on = read_engine_settings().pd_transfer_via_storage
+    except ConfigError as error:  # pdstore is not used, so that this must not end the start
+        log.warning("%s", error)
+        return
+    if is_on:
+        log.warning(
+            "PD_TRANSFER_VIA_STORAGE=1 has no effect, because --kv-transfer-config names %s:"
+            " pdstore stays off. To have both, name %s and it as the connectors of a %s",
+            connector,
+            NAME,
+            _MULTI,
+        )
 
 
 def _config_of_switch() -> Any:

@@ -36,6 +36,11 @@ def log(caplog):
     plugin.log.removeHandler(caplog.handler)
 
 
+def messages_of(log):
+    """Each line that was logged, once: where vLLM's logger does propagate, a record comes twice."""
+    return [record.getMessage() for record in {id(each): each for each in log.records}.values()]
+
+
 def install(monkeypatch, version):
     """Makes this vLLM say that it is of another version."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
@@ -84,8 +89,37 @@ def configured(monkeypatch):
         EngineArgs, "create_engine_config", lambda engine_args: engine_args.kv_transfer_config
     )
     plugin.register()
-    return lambda given=None: EngineArgs.create_engine_config(
-        SimpleNamespace(kv_transfer_config=given)
+    return lambda given=None, **options: EngineArgs.create_engine_config(
+        SimpleNamespace(kv_transfer_config=given, **options)
+    )
+
+
+def ours(**fields):
+    return KVTransferConfig(**{"kv_connector": plugin.NAME, "kv_role": "kv_both", **fields})
+
+
+def multi(*entries, **fields):
+    """A MultiConnector: entries of pdstore with some fields, behind vLLM's example connector."""
+    connectors: list[dict[str, object]] = [{"kv_connector": "ExampleConnector"}]
+    connectors += [{"kv_connector": plugin.NAME, **entry} for entry in entries]
+    return ours(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": connectors},
+        **fields,
+    )
+
+
+def nested(entry, **fields):
+    """A MultiConnector in a MultiConnector."""
+    inner = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": plugin.NAME, **entry}]},
+    }
+    return ours(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": [inner]},
+        **fields,
     )
 
 
@@ -159,3 +193,80 @@ def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, t
     )
     with pytest.raises(ConfigError, match=url.partition("?")[0]):
         configured(given)
+
+
+@pytest.mark.parametrize("given", [None, ours(), multi({}), nested({})])
+def test_an_option_that_replaces_the_connector_is_refused(monkeypatch, configured, given):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ConfigError, match="--kv-offloading-size replaces pdstore"):
+        configured(given, kv_offloading_size=4.0)
+
+
+def test_offloading_without_pdstore_is_vllms_own_affair(configured, log):
+    assert configured(None, kv_offloading_size=4.0) is None
+    other = ours(kv_connector="OffloadingConnector")
+    assert configured(other, kv_offloading_size=4.0) is other
+    assert not log.records
+
+
+@pytest.mark.parametrize("given", [ours(kv_connector="OffloadingConnector"), multi()])
+def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configured, log, given):
+    configured(given)
+    assert not log.records
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    assert configured(given) is given
+    [said] = messages_of(log)
+    assert f"has no effect, because --kv-transfer-config names {given.kv_connector}" in said
+    log.clear()
+    monkeypatch.setenv("PDSTORE_STOER", "redis://there")
+    configured(given)
+    [said] = messages_of(log)
+    assert "PDSTORE_STOER" in said
+
+
+@pytest.mark.parametrize("config", [ours, multi, nested])
+def test_roles_that_disagree_are_one_warning(monkeypatch, configured, log, config):
+    entry = () if config is ours else ({},)
+    monkeypatch.setenv("PDSTORE_ROLE", "decode")
+    for kv_role in ("kv_consumer", "kv_both"):
+        configured(config(*entry, kv_role=kv_role))
+    assert not log.records
+    configured(config(*entry, kv_role="kv_producer"))
+    [said] = messages_of(log)
+    assert "kv_role is kv_producer, but pdstore's role is set to decode, which is not used" in said
+
+
+def test_the_role_of_the_extra_config_wins_with_a_warning(configured, log):
+    configured(ours(kv_role="kv_consumer", kv_connector_extra_config={"role": "prefill"}))
+    [said] = messages_of(log)
+    assert "kv_role is kv_consumer, but pdstore's role is set to prefill, which is used" in said
+    assert "write kv_both, or kv_producer" in said
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_entries_of_a_multi_connector_inherit_what_vllm_obeys(configured, policy):
+    fields = {"kv_load_failure_policy": policy, "kv_role": "kv_consumer"}
+    example, *entries = configured(
+        multi({}, {"kv_load_failure_policy": policy}, **fields)
+    ).kv_connector_extra_config["connectors"]
+    assert example == {"kv_connector": "ExampleConnector"}
+    assert entries == [{"kv_connector": plugin.NAME, **fields}] * 2
+    [inner] = configured(nested({}, **fields)).kv_connector_extra_config["connectors"]
+    assert inner["kv_connector_extra_config"]["connectors"] == entries[:1]
+
+
+@pytest.mark.parametrize("config", [multi, nested])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kv_load_failure_policy": "recompute"}, "kv_load_failure_policy is recompute .* is fail"),
+        ({"kv_role": "kv_producer"}, "kv_role is kv_producer .* is kv_both"),
+        ({"kv_connector_extra_config": {"store": "redsi://there"}}, "redsi://there"),
+        ({"kv_connector_extra_config": {"stoer": "redis://there"}}, "stoer"),
+    ],
+)
+def test_entries_that_contradict_or_cannot_be_used_end_the_start(
+    configured, config, entry, message
+):
+    with pytest.raises(ConfigError, match=message):
+        configured(config(entry))
