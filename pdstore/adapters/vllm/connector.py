@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
-from pdstore.adapters.vllm.plugin import log_where_vllm_logs
+from pdstore.adapters.vllm.plugin import log_where_vllm_logs, warn_if_plugin_is_off
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import ConfigError, Reason
@@ -66,6 +66,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._scheduler: PDStoreConnectorScheduler | None = None
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
+            warn_if_plugin_is_off()
             fails = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
             if settings.on_miss == "fail" and not fails:
                 raise ConfigError("PDSTORE_ON_MISS=fail needs kv_load_failure_policy=fail")

@@ -15,6 +15,7 @@ from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's handlers print it
 
+ENTRY_POINT = "pdstore"
 NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
 VERSIONS = ((0, 26), (0, 33))
@@ -69,6 +70,23 @@ def log_where_vllm_logs() -> None:
         ours.handlers = theirs.handlers
         ours.setLevel(theirs.getEffectiveLevel())
         ours.propagate = False
+
+
+def warn_if_plugin_is_off() -> None:
+    """Warns if VLLM_PLUGINS leaves pdstore out, so that only its connector is loaded."""
+    from vllm import envs
+
+    names = envs.VLLM_PLUGINS
+    if names is not None and ENTRY_POINT not in names:
+        log.warning(
+            "VLLM_PLUGINS=%s leaves %s out: nothing checks its settings before the model is"
+            " loaded, and an entry of a %s inherits neither kv_load_failure_policy nor kv_role."
+            " Add %s to VLLM_PLUGINS",
+            ",".join(names),
+            ENTRY_POINT,
+            _MULTI,
+            ENTRY_POINT,
+        )
 
 
 def _with_switch(create_engine_config: Any) -> Any:

@@ -270,3 +270,16 @@ def test_entries_that_contradict_or_cannot_be_used_end_the_start(
 ):
     with pytest.raises(ConfigError, match=message):
         configured(config(entry))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_told"), [(None, False), ("other,pdstore", False), ("", True), ("other", True)]
+)
+def test_plugins_without_pdstores_are_one_warning(monkeypatch, log, names, is_told):
+    [entry] = importlib.metadata.entry_points(group="vllm.general_plugins", name=plugin.ENTRY_POINT)
+    assert entry.load() is plugin.register
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if names is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+    plugin.warn_if_plugin_is_off()
+    assert ["Add pdstore to VLLM_PLUGINS" in said for said in messages_of(log)] == [True] * is_told
