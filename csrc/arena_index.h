@@ -58,7 +58,7 @@ class Unlock {
 
 struct Damaged {};
 
-enum class MayGo { kUnkept, kKept };  // for a new value
+enum class MayGo { kUnkept, kKept };    // for a new value
 enum class Spared { kNone, kMarkers };  // of what nothing keeps
 
 // The age of a time in the file; an impossible time is infinitely old.
@@ -103,8 +103,8 @@ class Index {
   // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
   // that were used before `now`.
   uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go);
-  // True if new values could have slots: whether `reserve` with kKept may find them. Evicts nothing.
-  // It counts slots of each size, in slabs that could go whole and in others.
+  // True if new values could have slots: whether `reserve` with kKept may find them. Evicts
+  // nothing. It counts slots of each size, in slabs that could go whole and in others.
   bool could_fit(const std::vector<NewValue> &values, int64_t now);
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);

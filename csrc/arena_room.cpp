@@ -59,7 +59,8 @@ uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go)
     const bool for_marker = kind == kShortLived && sized.units == 1;
     const bool may_take = for_marker || may_go == MayGo::kKept;
     const Spared spared = may_go == MayGo::kKept ? Spared::kMarkers : Spared::kNone;
-    if (!evict(sized, now, spared) && !(may_take && sacrifice(sized, for_marker, now))) return kNone;
+    if (!evict(sized, now, spared) && !(may_take && sacrifice(sized, for_marker, now)))
+      return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();

@@ -71,7 +71,7 @@ def test_a_store_that_fails_is_a_problem_until_it_answers(open_one, said, tmp_pa
     pool.rename(tmp_path / "away")
     pool.write_text("no directory")
     until(lambda: ask(d, prompt_of(40)).wait() and d.problem)
-    assert said(r"a lookup fell short \(store_\w+\).*Look at")
+    assert said(r"a lookup fell short \(store_\w+\).*[Ll]ook at")
     pool.unlink()
     (tmp_path / "away").rename(pool)
     until(lambda: ask(d, prompt_of(40)).wait() and d.problem is None)
