@@ -82,8 +82,8 @@ METRICS: dict[str, Metric] = {
     for metric in (
         _of_store(
             "info",
-            "always 1; the labels describe the instance",
-            **dict.fromkeys(("version", "format", "role", "namespace", "store"), ()),
+            "1; the labels describe the instance; `pool` is its pool's id, once it is known",
+            **dict.fromkeys(("version", "format", "role", "namespace", "store", "pool"), ()),
         ),
         _counter(
             "tokens",
@@ -152,12 +152,32 @@ class Metrics:
             return self._metrics[name]
         raise AttributeError(name)
 
-    def set_info(self, stored_format: int, role: str, namespace: str, store: str) -> None:
+    def set_info(
+        self,
+        stored_format: int,
+        role: str,
+        namespace: str,
+        store: str,
+        pool: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
         """Sets `pdstore_info`, which is equal in an instance's scheduler and workers.
 
         stored_format: `FORMAT_VERSION`. namespace: as `Namespace.hex`. store: the store's label.
+        pool: returns the pool's id, None while it is not known; called by `refresh`, must return at
+          once. After a new id, the sample with the old one is 0.
         """
-        self.info.labels(pdstore.__version__, str(stored_format), role, namespace, store).set(1)
+        fixed = (pdstore.__version__, str(stored_format), role, namespace, store)
+        self.info.labels(*fixed, "").set(1)
+        shown = ""
+
+        def read() -> None:
+            nonlocal shown
+            if (pool_id := (pool() or b"").hex()) != shown:
+                self.info.labels(*fixed, shown).set(0)
+                self.info.labels(*fixed, pool_id).set(1)
+                shown = pool_id
+
+        self._sources.append(read)
 
     def add_codes(self, codes: Callable[[], Mapping[str, int]]) -> None:
         """Adds a store's error codes to the metrics. Counts of several stores are summed.

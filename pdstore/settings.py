@@ -6,17 +6,28 @@ This module also reads XDG_CACHE_HOME, and sets environment variables that other
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pdstore.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def cache_directory(name: str) -> Path:
@@ -35,10 +46,24 @@ _PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
 _NEAR = 0.82  # a misspelt name is at least as similar as this
+_NEAR_REST = 0.65  # the same of what follows PDSTORE_ in a name
+_SYNONYMS = {
+    **dict.fromkeys(
+        ("URL", "URI", "POOL", "BACKEND", "REDIS", "REDIS_URL", "ADDRESS", "HOST"), "STORE"
+    ),
+    **dict.fromkeys(("PORT", "HTTP_PORT", "METRICS_PORT"), "STATUS_PORT"),
+    **dict.fromkeys(("TTL", "TTL_S"), "BLOCK_TTL_S"),
+    **dict.fromkeys(("BLOCK_SIZE", "PAGE_SIZE", "CHUNK_SIZE"), "BLOCK_TOKENS"),
+    **dict.fromkeys(("WAIT", "WAIT_S"), "HANDOFF_WAIT_S"),
+}
+"""Names that users guess, and the setting that each means; both without PDSTORE_."""
 _OF_KUBERNETES = re.compile(  # it sets these in pods if a Service is called pdstore or pdstore-*
-    r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP).*)?)"
+    r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP).*)"
 )
+_ADDRESS_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
 _DAY_S = 86_400.0
+_MOST_TTL_S = 3650 * 86_400  # redis and the arena count shorter times than this without overflow
+_MOST_BYTES = 1 << 62
 MAX_LAYER_RANGES = 64
 LOOKUP_WAIT_S = 1.0
 """The longest time that a prompt without a hand-off waits for the store's answer."""
@@ -49,6 +74,32 @@ WaitSeconds: TypeAlias = Annotated[float, Field(ge=0, le=_DAY_S, allow_inf_nan=F
 """The type of a setting in seconds, where 0 means not to wait."""
 Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S, allow_inf_nan=False)]
 """The type of a setting in seconds that must be above 0."""
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
+_UNITS = ("", "k", "m", "g", "t", "p")
+
+
+def parse_size(value: object, *, unit: int = 1000) -> int:
+    """Returns a number of bytes: `4096`, `20GiB`, `1.5 TB`. Raises ValueError for all other text.
+
+    unit: what `k`, `kb`, `KB` stand for: 1000, or 1024 as in Mooncake's configuration; `KiB` and
+      `Ki` are 1024 bytes.
+    """
+    found = None if isinstance(value, bool) else _SIZE.fullmatch(str(value))
+    if found is None:
+        raise ValueError("write a size like 1GiB")
+    power, is_binary = _UNITS.index(found[2].lower()), bool(found[3])
+    size = Fraction(found[1]) * (1024 if is_binary else unit) ** power
+    if not power and (is_binary or size.denominator != 1):
+        raise ValueError("write a size like 1GiB")
+    if size > _MOST_BYTES:
+        raise ValueError("it is more than any store holds: write a size like 1GiB")
+    return int(size)
+
+
+Size: TypeAlias = Annotated[ByteSize, BeforeValidator(parse_size)]
+"""The type of a setting in bytes."""
 
 
 class Settings(BaseSettings):
@@ -120,7 +171,7 @@ class Settings(BaseSettings):
     selftest: bool = Field(
         False, description="1: run the self-test at the start, and refuse to start if it fails."
     )
-    staging: ByteSize = Field(
+    staging: Size = Field(
         ByteSize(1 << 30),
         description="Host memory that blocks pass through, for all requests together.",
     )
@@ -152,10 +203,16 @@ class Settings(BaseSettings):
         5.0, description="How long a stop waits for running jobs. The stop ends within 2 s more."
     )
     block_ttl_s: int = Field(
-        1800, ge=1, description="Life of a block after its last use, in stores that keep a clock."
+        1800,
+        ge=1,
+        le=_MOST_TTL_S,
+        description="Life of a block after its last use, in stores that keep a clock.",
     )
     handoff_ttl_s: int = Field(
-        600, ge=1, description="Life of tails and hand-off markers, in stores that keep a clock."
+        600,
+        ge=1,
+        le=_MOST_TTL_S,
+        description="Life of tails and hand-off markers, in stores that keep a clock.",
     )
     status_port: int | None = Field(
         None,
@@ -174,7 +231,7 @@ class Settings(BaseSettings):
     @classmethod
     def _forget_address(cls, value: object) -> object:
         """Ignores the address that Kubernetes puts here if a Service is called pdstore-status."""
-        return None if str(value).startswith(("tcp://", "udp://", "sctp://")) else value
+        return None if str(value).startswith(_ADDRESS_OF_KUBERNETES) else value
 
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
@@ -196,6 +253,27 @@ def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[
         why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
         said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"
         yield f"{said} block share nothing", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
+    for field, (usual, most) in _TIMES.items():
+        if (value := getattr(settings, field)) > most:
+            said = f"{variable_of(field)}={value:g} is {_in_words(value)}: it is in seconds"
+            yield said, f"if milliseconds were meant, write {value / 1000:g}; usual is {usual}"
+
+
+_TIMES = {
+    "handoff_wait_s": (10, 300),
+    "deadline_s": (5, 300),
+    "drain_s": (5, 300),
+    "block_ttl_s": (1800, 31 * 86_400),
+    "handoff_ttl_s": (600, 31 * 86_400),
+}
+"""The default of each setting in seconds, and a value above which milliseconds may be meant."""
+
+
+def _in_words(seconds: float) -> str:
+    for limit, step, unit in ((7200, 60, "minutes"), (172_800, 3600, "hours")):
+        if seconds < limit:
+            return f"{seconds / step:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} days"
 
 
 def origin_of(settings: Settings, field: str) -> str:
@@ -245,13 +323,25 @@ def read_engine_settings(**overrides: object) -> Settings:
     """Returns an engine's settings, which can stop its start only if the switch is on.
 
     The switch is PD_TRANSFER_VIA_STORAGE. If it is off, no other variable is read, and only a
-    misspelt name of the switch raises ConfigError. If it is on, ConfigError is raised as by
-    `read_settings`.
+    misspelt name of the switch raises ConfigError; one log line names the variables that are not
+    read. If it is on, ConfigError is raised as by `read_settings`.
     """
     given = overrides.get("pd_transfer_via_storage", os.environ.get(_SWITCH, ""))
     if str(given).lower() not in _OFF:
         return read_settings(**overrides)
     _refuse_slips({_SWITCH}, _SWITCH)
+    unused = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and os.environ[name]]
+    if unused := [name for name in unused if not _is_of_kubernetes(name)]:
+        is_forgotten = given == ""  # else it was switched off on purpose
+        log.log(
+            logging.WARNING if is_forgotten else logging.INFO,
+            "%s is %s, so pdstore does nothing, whatever %s say%s: set %s=1 to use it",
+            _SWITCH,
+            "not set" if is_forgotten else given,
+            ", ".join(unused),
+            "s" if len(unused) == 1 else "",
+            _SWITCH,
+        )
     overrides["pd_transfer_via_storage"] = False
     return Settings.model_construct(**overrides)  # type: ignore[arg-type]
 
@@ -265,20 +355,39 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
     """
     for name in os.environ:
         upper = name.upper()
-        if name in known or not upper.startswith("PD") or _OF_KUBERNETES.fullmatch(name):
+        if name in known or not upper.startswith("PD") or _is_of_kubernetes(name):
             continue
-        is_ours = upper.startswith(prefix)
-        near = difflib.get_close_matches(upper, known, n=1, cutoff=0.6 if is_ours else _NEAR)
-        if is_ours or near:
-            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"
+        near = _meant_by(upper, known)
+        if near or upper.startswith(prefix):
+            hint = f"did you mean {near}?" if near else "docs/settings.md lists them all"
             raise ConfigError(f"unknown setting {name}: {hint}")
+
+
+def _is_of_kubernetes(name: str) -> bool:
+    """True if Kubernetes sets this variable, with its present value, for a Service."""
+    is_address = os.environ[name].startswith(_ADDRESS_OF_KUBERNETES)
+    return (name.endswith("PORT") and is_address) or bool(_OF_KUBERNETES.fullmatch(name))
+
+
+def _meant_by(upper: str, known: Set[str]) -> str:
+    """Returns the variable that a wrong name, in capitals, stands for; "" if none is near.
+
+    A name is compared without PDSTORE_ or PD_, which would make all names look alike.
+    """
+    rests = {name.removeprefix(_PREFIX).removeprefix("PD_"): name for name in known}
+    rest = upper.removeprefix(_PREFIX).removeprefix("PD_")
+    rest = _SYNONYMS.get(rest, rest) if upper.startswith(_PREFIX) else rest
+    if rest in rests and rest != upper:
+        return rests[rest]
+    near = difflib.get_close_matches(upper, known, n=1, cutoff=_NEAR)
+    if upper.startswith(_PREFIX):
+        found = difflib.get_close_matches(rest, rests, n=1, cutoff=_NEAR_REST)
+        near = [rests[one] for one in found]
+    return near[0] if near else ""
 
 
 _REMEDIES = {
     "bool_parsing": "write 1 or 0",
-    "extra_forbidden": "there is no such setting",
-    "byte_size": "write a size like 1GiB",
-    "byte_size_unit": "write a size like 1GiB",
     "float_parsing": "write a number of seconds",
     "int_parsing": "write a whole number",
     "string_pattern_mismatch": "write a URL like http://127.0.0.1:4318",
@@ -290,8 +399,16 @@ def _told(problem: ErrorDetails) -> str:
     """Returns a variable, its value if that can hold no secret, and what to write instead."""
     field = str(problem["loc"][0]) if problem["loc"] else "settings"
     told = variable_of(field) if field in Settings.model_fields else field
+    if problem["type"] == "extra_forbidden":
+        fields = {variable_of(one): one for one in Settings.model_fields}
+        near = _meant_by(field.upper(), fields.keys()) or _meant_by(
+            _PREFIX + field.upper(), fields.keys()
+        )
+        hint = f'; write "{fields[near]}"' if near else ", see docs/settings.md"
+        return f"{told}: there is no such setting{hint}"
     value = problem["input"]
     is_public = problem["loc"] and field not in ("salt", "store", "weights")
     if is_public and isinstance(value, str) and "://" not in value:
         told += f"={value}"
-    return f"{told}: {_REMEDIES.get(problem['type'], problem['msg'])}"
+    said = problem["msg"].removeprefix("Value error, ")
+    return f"{told}: {_REMEDIES.get(problem['type'], said)}"

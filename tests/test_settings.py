@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlencode
+
 import pytest
 
 from pdstore.errors import ConfigError
 from pdstore.settings import (
     Settings,
+    doubts_of,
     empty_settings,
     origin_of,
+    parse_size,
     read_engine_settings,
     read_settings,
     variable_of,
 )
+from pdstore.store import StoreURL
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +54,110 @@ def test_an_argument_wins_over_the_environment(monkeypatch):
         ("PD_STORE_ROLE", "PDSTORE_ROLE"),
         ("PDSTOR_ROLE", "PDSTORE_ROLE"),
         ("PDSTORESTORE", "PDSTORE_STORE"),
+        ("PD_STORE", "PDSTORE_STORE"),
+        ("PD_ROLE", "PDSTORE_ROLE"),
+        ("PDSTORE_STAUS_PORT", "PDSTORE_STATUS_PORT"),
+        ("PDSTORE_PORT", "PDSTORE_STATUS_PORT"),
+        ("PDSTORE_METRICS_PORT", "PDSTORE_STATUS_PORT"),
+        ("PDSTORE_URL", "PDSTORE_STORE"),
+        ("PDSTORE_POOL", "PDSTORE_STORE"),
+        ("PDSTORE_BACKEND", "PDSTORE_STORE"),
+        ("PDSTORE_REDIS_URL", "PDSTORE_STORE"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch, name, near):
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=rf"unknown setting {name}: did you mean {near}\?"):
         read_settings()
+
+
+@pytest.mark.parametrize("name", ["PDSTORE_LOG_LEVEL", "PDSTORE_COLOUR", "PDSTORE_X", "PDSTORE_"])
+def test_a_name_that_is_near_no_setting_gets_no_wrong_hint(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    words = f"unknown setting {name}: docs/settings.md lists them all"
+    with pytest.raises(ConfigError, match=words):
+        read_settings()
+
+
+@pytest.mark.parametrize("name", ["PD_STORES_OF_OTHERS", "PD_DISAGG_ROLE", "PDM_HOME", "PDF_STORE"])
+def test_variables_of_other_programs_are_left_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert read_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        *(
+            ("4096", 4096),
+            ("1GiB", 1 << 30),
+            ("1gib", 1 << 30),
+            ("64Gi", 64 << 30),
+            ("2GB", 2 * 10**9),
+        ),
+        *(("1.5 MiB", 3 << 19), (" 20 GiB ", 20 << 30), ("1.5 kB", 1500), ("7b", 7), (7, 7)),
+    ],
+)
+def test_a_size_is_read_whole(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+NO_SIZES = ["1,5GiB", "80%", "1e-3", "1e9", "64GiB/2", "64 GiB x", "16GiB,", "-1", "+1", "1.5", "i"]
+NO_SIZES += ["1 2", "1GiB1", "GiB", "1ib", "1Gbit", "0x10", "1_0", "\u0661", "9" * 40, "99999999PB"]
+"""Each of them was, or could be, read up to its first odd character."""
+
+
+@pytest.mark.parametrize("text", [*NO_SIZES, True, None, -5, 0.5, float("nan"), float("inf")])
+def test_a_size_with_anything_else_in_it_is_refused(text):
+    with pytest.raises(ValueError, match="write a size like 1GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
+def test_staging_and_the_options_of_urls_read_sizes_alike(monkeypatch, text):
+    monkeypatch.setenv("PDSTORE_STAGING", text)
+    with pytest.raises(ConfigError, match=r"PDSTORE_STAGING=.*write a size like 1GiB"):
+        read_settings()
+    with pytest.raises(ConfigError, match=r"budget=.* is no size; write one like 20GiB"):
+        StoreURL.of(f"memory://?{urlencode({'budget': text})}").size("budget", 1)
+
+
+@pytest.mark.parametrize("name", ["PDSTORE_BLOCK_TTL_S", "PDSTORE_HANDOFF_TTL_S"])
+@pytest.mark.parametrize("value", ["9300000000", "1" + "0" * 25])
+def test_a_life_that_no_store_can_count_ends_the_start(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}={value}: .*less than or equal to"):
+        read_settings()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("handoff_wait_s", 10_000, "PDSTORE_HANDOFF_WAIT_S=10000 is 2.78 hours"),
+        ("deadline_s", 5000, "PDSTORE_DEADLINE_S=5000 is 83.3 minutes"),
+        ("drain_s", 5000, "PDSTORE_DRAIN_S=5000 is 83.3 minutes"),
+        ("block_ttl_s", 3_600_000, "PDSTORE_BLOCK_TTL_S=3.6e+06 is 41.7 days"),
+    ],
+)
+def test_milliseconds_for_seconds_are_told_with_what_to_write(field, value, words):
+    [(said, remedy)] = doubts_of(Settings(**{field: value}), None)
+    assert said == f"{words}: it is in seconds"
+    assert remedy.startswith(f"if milliseconds were meant, write {value / 1000:g}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("PDSTORE_STORE", r'PDSTORE_STORE: there is no such setting; write "store"$'),
+        ("stor", r'stor: there is no such setting; write "store"$'),
+        ("redis_url", r'redis_url: there is no such setting; write "store"$'),
+        ("PDSTORE_ROLE", r'PDSTORE_ROLE: there is no such setting; write "role"$'),
+        ("colour", r"colour: there is no such setting, see docs/settings.md$"),
+    ],
+)
+def test_an_argument_that_is_spelt_as_a_variable_or_misspelt_says_what_to_write(name, words):
+    with pytest.raises(ConfigError, match=words):
+        read_settings(**{name: "prefill"})
 
 
 @pytest.mark.parametrize(
@@ -147,7 +250,14 @@ def test_a_kubernetes_service_called_pdstore_changes_nothing(monkeypatch, servic
 
 
 @pytest.mark.parametrize(
-    "name", ["PDSTORE_PORTS", "PDSTORE_SERVICE", "PDSTORE_PORT_X", "PDSTORE_STORE_HOST"]
+    "name",
+    [
+        "PDSTORE_PORTS",
+        "PDSTORE_SERVICE",
+        "PDSTORE_PORT_X",
+        "PDSTORE_STORE_HOST",
+        "PDSTORE_API_PORT",
+    ],
 )
 def test_what_kubernetes_does_not_set_is_refused_as_ever(monkeypatch, name):
     monkeypatch.setenv(name, "x")
@@ -176,6 +286,28 @@ def test_with_the_switch_off_an_engine_starts_whatever_is_set(monkeypatch, name,
     with pytest.raises(ConfigError, match=name):
         read_engine_settings()
     assert not read_engine_settings(pd_transfer_via_storage=False).pd_transfer_via_storage
+
+
+@pytest.mark.parametrize(("switch", "level"), [(None, "WARNING"), ("", "WARNING"), ("0", "INFO")])
+def test_settings_without_the_switch_are_told_once(monkeypatch, caplog, switch, level):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("PDSTORE_ROLE", "decode")
+    monkeypatch.setenv("PDSTORE_SALT", "hush")
+    if switch is not None:
+        monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
+    read_engine_settings()
+    [line] = caplog.records
+    assert line.levelname == level
+    assert "whatever PDSTORE_ROLE, PDSTORE_SALT say: set PD_TRANSFER_VIA_STORAGE=1" in caplog.text
+    assert "hush" not in caplog.text
+
+
+def test_without_the_switch_and_without_settings_there_is_no_line(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("PDSTORE_SALT", "")
+    monkeypatch.setenv("PDSTORE_STATUS_PORT", "tcp://10.0.0.1:80")
+    read_engine_settings()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

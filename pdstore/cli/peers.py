@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from pydantic import AliasPath, BaseModel, Field
 
 from pdstore.cli.answer import Finding, bad, info, ok, warn
@@ -17,6 +18,12 @@ from pdstore.errors import ConfigError
 _MOST_BYTES = 4 << 20  # more of an answer is not read; an engine's /metrics is far smaller
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
+_FIELDS = (
+    "D's log names the field that differs when the next hand-off comes. To see it here, start both"
+    " with PDSTORE_STATUS_PORT and name these ports; for an instance on another host, whose page"
+    " only its own host can read: ssh -N -L 8301:127.0.0.1:ITS_PORT HOST, and name"
+    " http://127.0.0.1:8301"
+)
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
 
@@ -46,13 +53,26 @@ def _metrics_of(url: str) -> Peer | None:
         families = list(text_string_to_metric_families(text))
     except (OSError, ValueError, http.client.HTTPException):
         return None
-    for sample in itertools.chain.from_iterable(family.samples for family in families):
-        named = sample.labels if sample.name.endswith("pdstore_info") else {}
-        if digest := named.get("namespace"):
-            namespace = {"hex": digest, "fields": {}}
-            said = {"namespace": namespace, "store": named.get("store", ""), "url": url}
-            return Peer.model_validate(said)
-    return None
+    samples = itertools.chain.from_iterable(family.samples for family in families)
+    described = [sample.labels for sample in samples if _describes(sample)]
+    if not described:
+        return None
+    # a process that does not know the pool's id yet shows none
+    labels = max(described, key=lambda labels: bool(labels.get("pool")))
+    return Peer.model_validate(
+        {
+            "namespace": {"hex": labels["namespace"], "fields": {}},
+            "pool": {"id": labels.get("pool") or None},
+            "store": labels.get("store", ""),
+            "url": url,
+        }
+    )
+
+
+def _describes(sample: Sample) -> bool:
+    """True for a sample of `pdstore_info` that holds now."""
+    is_named = sample.name.endswith("pdstore_info") and bool(sample.labels.get("namespace"))
+    return is_named and sample.value > 0
 
 
 def _status_of(url: str) -> Peer | Finding:
@@ -84,7 +104,8 @@ def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
     """Yields findings: whether all instances use one pool and one namespace.
 
     Each further instance is compared with the first. For an instance without a status page, the
-    metric `pdstore_info` is read, which has the namespace's digest but not its fields.
+    metric `pdstore_info` is read, which has the pool's id, the store's URL without secrets and the
+    namespace's digest, but not the namespace's fields.
     """
     peers = []
     for url in urls:
@@ -128,12 +149,13 @@ def _compare_digests(first: Peer, other: Peer) -> Finding:
         "namespace",
         f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"
         " what the other saved",
-        "start both with PDSTORE_STATUS_PORT and name these ports here, to see which field differs",
+        _FIELDS,
     )
 
 
 def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     if not first.pool or not other.pool:
+        yield from _compare_stores(first, other)
         return
     if first.pool == other.pool:
         yield ok("pool", f"{first.url} and {other.url} use the same pool")
@@ -145,9 +167,37 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     remedy = "give both the same PDSTORE_STORE"
     if first.store and first.store == other.store:
         remedy = f"{first.store} is another place for each: give both a URL that names one place"
-        if first.store.startswith("shm://"):
-            remedy += ", or restart the one whose arena was removed while it ran"
+        remedy += _WHY_TWO.get(first.store.partition(":")[0], "")
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)
+
+
+_SERVERS = (
+    ". A name of this host itself (127.0.0.1, localhost) is one, and a Service with two servers"
+    " behind it, which are two pools: name one server, or a cluster (redis+cluster://)"
+)
+_WHY_TWO = {
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), _SERVERS),
+    "shm": (
+        ", or restart the one whose arena was removed while it ran. An arena belongs to one host,"
+        " one user (its file's name has the user's number) and one /dev/shm (containers: ipc: host)"
+    ),
+    "file": ". A directory of one host is another one on the next, and in a container: mount it",
+}
+"""Text that says why equal URLs may name two places, by the URL's scheme."""
+
+
+def _compare_stores(first: Peer, other: Peer) -> Iterator[Finding]:
+    """Yields a finding about two instances of which one does not tell its pool's id."""
+    unknown = first if not first.pool else other
+    if not first.store or not other.store or first.store == other.store:
+        yield info("pool", f"not compared: {unknown.url} does not tell its pool's id yet")
+        return
+    yield warn(
+        "pool",
+        f"{unknown.url} does not tell its pool's id; its store is {unknown.store}, the other's"
+        f" {(other if unknown is first else first).store}",
+        "give both the same PDSTORE_STORE; if these name one place, run this again in a minute",
+    )
 
 
 def _get(url: str, **headers: str) -> bytes:

@@ -25,7 +25,10 @@ _OF_ONE_PROCESS = (
     "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
     " process alone"
 )
-_ONE_PLACE = "the same PDSTORE_STORE; if it is the same, {} is another place for each of them"
+_ONE_PLACE = (
+    "the same PDSTORE_STORE; if it is the same, {} is another place for each of them (another"
+    " host's, another user's, another container's, or a Service with two servers behind it)"
+)
 _DECODE_AT_PREFILL = (
     "a request with a hand-off of another instance is to be decoded here, where it is prefilled"
     " again: start the decode instance with PDSTORE_ROLE=decode, and name it as such to the router"

@@ -62,15 +62,13 @@ class PrefixCacheManager:
         self._settings = settings
         self._owns_store = store is None
         self._store = store or connect_store(settings, self.metrics)
-        self.metrics.set_info(FORMAT_VERSION, settings.role, namespace.hex, self._store.label)
-        for doubt in doubts_of(settings, longest_prompt):
-            log.warning("%s: %s", *doubt)
         self._room = RoomWatch(self._store, self.metrics)
         self._instance = new_id()
         self._last_save: str | None = None  # why it did not store everything; None if it did
         self._mismatches = Mismatches(
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
+        self._introduce(longest_prompt)
         self._claims: dict[bytes, float] = {}  # by a block's hash: when its save began
         self._closed = False
         self._pid = os.getpid()
@@ -85,6 +83,14 @@ class PrefixCacheManager:
             patience_s=lookup_wait_s,
             is_elsewhere=self._mismatches.is_elsewhere,
         )
+
+    def _introduce(self, longest_prompt: int | None) -> None:
+        """Tells the metrics who this instance is, and the log which settings may be wrong."""
+        role, label = self._settings.role, self._store.label
+        namespace = self.namespace.hex
+        self.metrics.set_info(FORMAT_VERSION, role, namespace, label, lambda: self.pool_id)
+        for doubt in doubts_of(self._settings, longest_prompt):
+            log.warning("%s: %s", *doubt)
 
     def keys(
         self,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from pdstore.errors import ConfigError
+from pdstore.settings import parse_size
 
 _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
 """Matches a URL's text up to the end of the first host, and then the list of the other hosts."""
@@ -83,8 +82,8 @@ class StoreURL:
         if text is None:
             return default
         try:
-            size = int(TypeAdapter(ByteSize).validate_python(text))
-        except ValidationError as error:
+            size = parse_size(text)
+        except ValueError as error:
             raise ConfigError(
                 f"{self.label}: {option}={text!r} is no size; write one like 20GiB"
             ) from error
@@ -92,8 +91,8 @@ class StoreURL:
             raise ConfigError(f"{self.label}: {option} must be positive")
         return size
 
-    def seconds(self, option: str, default: float) -> float:
-        """Takes an option in seconds. Raises ConfigError if it is not positive."""
+    def seconds(self, option: str, default: float, most: float = 1e6) -> float:
+        """Takes an option in seconds. Raises ConfigError if it is not above 0 and below `most`."""
         text = self.options.pop(option, None)
         try:
             value = default if text is None else float(text)
@@ -101,8 +100,13 @@ class StoreURL:
             raise ConfigError(
                 f"{self.label}: {option}={text!r} is not a number of seconds"
             ) from error
-        if not 0 < value < 1e6:
+        if not value > 0:  # or it is no number at all
             raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
+        if value >= most:
+            raise ConfigError(
+                f"{self.label}: {option}={text} is too long: it is in seconds, below {most:g};"
+                f" if milliseconds were meant, write {option}={value / 1000:g}"
+            )
         return value
 
     def inner(self, prefix: str) -> str:

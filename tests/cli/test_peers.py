@@ -103,21 +103,71 @@ def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, sta
     assert finding.remedy
 
 
+@contextlib.contextmanager
+def api_of(namespace="00", store="redis://r:6379", pools=("aa" * 16,)):
+    """Serves the metrics of an instance as its API does; its pool has had these ids in turn."""
+    metrics, known = Metrics(), iter(pools)
+    current = [None]
+    metrics.set_info(1, "prefill", namespace, store, lambda: current[0])
+    for pool in known:
+        current[0] = bytes.fromhex(pool)
+        metrics.refresh()
+    server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
 def test_an_instance_with_metrics_alone_is_compared_by_its_digest():
-    with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(instance(status_of()))]
-        for digest, store in (("00", "redis://a"), ("bb", "redis://b")):
-            metrics = Metrics()
-            metrics.info.labels("1", "1", "prefill", digest, store).set(1)
-            server, thread = start_http_server(0, "127.0.0.1", metrics.registry)
-            for end in (thread.join, server.server_close, server.shutdown):
-                stack.callback(end)
-            urls.append(f"http://127.0.0.1:{server.server_port}")
-        found = list(check_peers(urls))
-    assert [f.subject for f in found if f.level is Level.OK] == ["namespace"]
+    with (
+        instance(status_of()) as first,
+        api_of("00", "redis://a") as equal,
+        api_of("bb", "redis://b") as other,
+    ):
+        found = list(check_peers([first, equal, other]))
+    assert [f.subject for f in found if f.level is Level.OK] == ["pool", "namespace", "pool"]
     [wrong] = found_wrong(found)
     assert wrong.subject == "namespace"
-    assert "PDSTORE_STATUS_PORT" in wrong.remedy
+    assert "D's log names the field" in wrong.remedy
+    assert "ssh -N -L 8301:127.0.0.1:ITS_PORT HOST" in wrong.remedy  # the page is of one host
+
+
+@pytest.mark.parametrize(
+    ("stores", "remedy"),
+    [
+        (("redis://r:6379/0", "redis://r:6379/1"), "give both the same PDSTORE_STORE"),
+        (("redis://r:6379", "redis://r:6379"), "a Service with two servers behind it"),
+        (("shm://pool", "shm://pool"), "one user (its file's name has the user's number)"),
+        (("file:///pool", "file:///pool"), "in a container: mount it"),
+    ],
+)
+def test_two_pools_are_red_by_the_apis_alone_as_on_two_hosts(stores, remedy):
+    with api_of(store=stores[0]) as p, api_of(store=stores[1], pools=("bb" * 16,)) as d:
+        [wrong] = found_wrong(check_peers([p, d]))
+    assert wrong.subject == "pool"
+    assert f"aaaaaaaa ({stores[0]}) at {p}" in wrong.said
+    assert f"bbbbbbbb ({stores[1]}) at {d}" in wrong.said
+    assert remedy in wrong.remedy
+
+
+def test_the_pool_that_an_instance_has_now_is_compared_not_the_one_before():
+    with api_of(pools=("aa" * 16, "bb" * 16)) as p, api_of(pools=("bb" * 16,)) as d:
+        found = list(check_peers([p, d]))
+    assert [f.subject for f in found if f.level is Level.OK] == ["pool", "namespace"]
+    assert not found_wrong(found)
+
+
+def test_an_instance_that_does_not_know_its_pool_yet_is_compared_by_its_store():
+    with (
+        api_of(store="redis://a") as p,
+        api_of(store="redis://b", pools=()) as d,
+        api_of(store="redis://a", pools=()) as alike,
+    ):
+        [finding] = [f for f in check_peers([p, d]) if f.level is Level.WARN]
+        assert "its store is redis://b, the other's redis://a" in finding.said
+        [finding] = [f for f in check_peers([p, alike]) if f.subject == "pool"]
+    assert (finding.level, finding.said.partition(":")[0]) == (Level.INFO, "not compared")
 
 
 def test_nobody_there_is_red_in_plain_words():

@@ -48,7 +48,10 @@ def test_the_metrics_tell_version_format_and_namespace(instance):
         "namespace": cache.namespace.hex,
         "store": "memory://",
     }
-    assert cache.metrics.registry.get_sample_value("pdstore_info", labels) == 1
+    shown = cache.metrics.registry.get_sample_value
+    eventually(lambda: cache.pool_id)
+    assert shown("pdstore_info", labels | {"pool": cache.pool_id.hex()}) == 1
+    assert not shown("pdstore_info", labels | {"pool": ""})
 
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 150])

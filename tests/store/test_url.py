@@ -50,6 +50,8 @@ def test_no_message_shows_a_password(url):
         ("memory://?budget=many", r"budget='many' is no size; write one like 20GiB"),
         ("memory://?lease=soon", r"lease='soon' is not a number of seconds"),
         ("memory://?lease=nan", r"lease must be a positive number of seconds"),
+        ("redis://h?timeout=5000", r"it is in seconds, below 600; if milliseconds .* timeout=5$"),
+        ("memory://?lease=1e9", r"it is in seconds, below 1e\+06"),
         ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
         ("memory://x#y", r"write # as %23"),
         ("redis://host:99999", r"its port or its options cannot be read"),

@@ -6,8 +6,8 @@ import difflib
 import importlib
 import importlib.util
 import logging
-import re
 import socket
+from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -22,25 +22,12 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.settings import set_missing_variables
+from pdstore.settings import parse_size, set_missing_variables
 from pdstore.store.url import StoreURL
 
 log = logging.getLogger(__name__)
 
-_POWERS = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_size(value: object) -> int:
-    """Reads a number of bytes, or a number with a unit of 1,024 (`4gb`, `512 MiB`, `1.5g`)."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return int(value)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(?:i?b)?)\s*", str(value).lower())
-    if match is None:
-        raise ValueError("write bytes, or a number and a unit, like 4GB")
-    return int(float(match[1]) * 1024 ** _POWERS[match[2]])
-
-
-_Size: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+_Size: TypeAlias = Annotated[int, BeforeValidator(partial(parse_size, unit=1024))]
 _Topology: TypeAlias = Annotated[Literal["holder", "embedded"], BeforeValidator(str.lower)]
 _NICs: TypeAlias = Annotated[str, AfterValidator(lambda text: text.replace("auto-discovery", ""))]
 

@@ -126,7 +126,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
     return {
         "username": url.username,
         "password": url.password,
-        "socket_timeout": url.seconds("timeout", _TIMEOUT_S),
+        "socket_timeout": url.seconds("timeout", _TIMEOUT_S, 600),
         "socket_connect_timeout": _CONNECT_S,
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
