@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pdstore.store import connect
 from tests.support.redis_server import RedisServer, has_docker
 from tests.support.secret import SecretSearch
 
@@ -30,6 +31,12 @@ def _no_secret_in_a_log(tmp_path_factory):
     logging.getLogger().removeHandler(search)
     search.search(tmp_path_factory.getbasetemp().glob("*/*.log"))
     assert not search.found
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_other_tests_are_forgotten():
+    """Lets each test read the line that an instance logs once a minute about a store's absence."""
+    connect.warned.clear()
 
 
 @pytest.fixture

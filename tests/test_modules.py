@@ -31,7 +31,9 @@ DOORS = {
     "concurrent": ["threads"],
     "multiprocessing": [],
     "ctypes": [*(f"native.{name}" for name in ("library", "engine", "arena"))],
-    "redis": [f"store.redis.{name}" for name in ("store", "connection", "cluster")],
+    "redis": [
+        f"store.redis.{name}" for name in ("store", "connection", "cluster", "remedies", "server")
+    ],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],
     "lmcache": ["pdstore_lmcache.l2_adapter"],

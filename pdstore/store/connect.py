@@ -30,7 +30,7 @@ from pdstore.store.optional import TellsRoom, find_optional
 from pdstore.store.seal import read_seal_keys, seal_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import OPEN_S, GuardedStore
-from pdstore.threads import Ticker
+from pdstore.threads import Deadline, Ticker
 
 GROUP = "pdstore.stores"
 """The entry-point group in which a package names its stores: `scheme = "module:Class"`."""
@@ -164,11 +164,23 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
         except StoreError as error:
             if settings.require_store:
                 raise
-            log.warning("serving without the pool until it appears: %s", error)
+            _warn_once(f"serving without the pool until it appears: {error}")
         undo.pop_all()
     metrics.add_breaker(lambda: store.is_open)
     metrics.add_codes(store.codes)
     return store
+
+
+_SILENCE_S = 60.0
+warned: dict[str, Deadline] = {}
+"""Times until which a message is not logged again: scheduler and worker may be in one process."""
+
+
+def _warn_once(message: str) -> None:
+    """Logs a warning, unless the other half of this instance has just logged the same."""
+    if message not in warned or warned[message].is_over():
+        warned[message] = Deadline(_SILENCE_S)
+        log.warning(message)
 
 
 def read_pool_id(store: Store) -> bytes:

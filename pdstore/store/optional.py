@@ -106,6 +106,27 @@ class TellsRoom(Protocol):
         """Returns how full the store is now. May read every key. Raises StoreError."""
 
 
+class ServerDoubt(NamedTuple):
+    """Something about a store's server that should be changed.
+
+    subject: one or two words. remedy: tells the user what to do.
+    is_wrong: True if the pool cannot work so; False if it works worse than it could.
+    """
+
+    subject: str
+    said: str
+    remedy: str
+    is_wrong: bool = False
+
+
+@runtime_checkable
+class DoubtsServer(Protocol):
+    """A store that can ask its server for settings that do not suit a pool."""
+
+    def server_doubts(self) -> Iterator[ServerDoubt]:
+        """Yields what should be changed at the server. It makes connections. Raises StoreError."""
+
+
 @runtime_checkable
 class EvictsByUse(Protocol):
     """A store that evicts the values used longest ago. It tells their age, and evicts when asked.

@@ -6,7 +6,13 @@ import pytest
 
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import check_room, measure, try_store
-from pdstore.errors import StoreUnavailable
+from pdstore.errors import (
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
@@ -47,11 +53,50 @@ def test_a_pool_must_hold_a_prompt(capacity, kv_bytes, level):
     assert bool(room.remedy) is (level is not Level.OK)
 
 
-def test_a_policy_that_evicts_the_pools_id_is_yellow():
-    finding = found(Room("redis 7", 100, GIB, 3, "allkeys-lru"))["eviction"]
-    assert finding.level is Level.WARN
-    assert "volatile-lru" in finding.remedy
-    assert "eviction" not in found(Room("redis 7", 100, GIB, 3, "volatile-lru"))
+@pytest.mark.parametrize(
+    ("policy", "is_right"),
+    [
+        *((right, True) for right in ("volatile-lru", "allkeys-lru", "noeviction", "least used")),
+        *(
+            (f"{who}-{what}", False)
+            for who in ("volatile", "allkeys")
+            for what in ("lfu", "random")
+        ),
+        ("volatile-ttl", False),
+        ("volatile-lru, volatile-ttl", False),
+    ],
+)
+def test_a_policy_that_loses_hand_offs_is_yellow_with_the_one_that_does_not(policy, is_right):
+    finding = found(Room("redis 7", 100, GIB, 3, policy)).get("eviction")
+    assert (finding is None) is is_right
+    if finding:
+        assert (finding.level, finding.remedy) == (Level.WARN, "set maxmemory-policy volatile-lru")
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (StoreDenied("x"), "user and password"),
+        (StoreFull("x"), "more memory"),
+        (StoreTimeout("x"), "slow or hangs"),
+        (StoreUnavailable("x"), "the server runs"),
+        (StoreError("x"), "own words"),
+        (StoreError("x", remedy="its own remedy"), "its own remedy"),
+    ],
+)
+def test_the_remedy_of_a_failure_follows_the_errors_class(cause, words):
+    class Failing(MemoryStore):
+        def put(self, keys, slots):
+            raise cause
+
+    remedy = try_store(read_settings(), Failing()).remedy
+    assert words in remedy
+    assert isinstance(cause, StoreDenied) or "password" not in remedy
+
+
+def test_values_that_are_lost_at_once_are_not_called_a_wrong_password():
+    remedy = try_store(read_settings(), Wrong("load")).remedy
+    assert "two servers behind one address" in remedy
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ def test_a_store_that_is_away_is_a_warning(caplog):
         assert "serving without the pool until it appears" in caplog.text
 
 
+def test_both_halves_of_an_instance_warn_once_of_a_store_that_is_away(caplog):
+    settings = read_settings(store=NOWHERE)
+    for _ in range(2):
+        connect_store(settings, Metrics()).close()
+    connect_store(read_settings(store="redis+unix:///elsewhere/redis.sock"), Metrics()).close()
+    lines = [r.getMessage() for r in caplog.records if "serving without" in r.getMessage()]
+    assert ["nowhere" in line for line in lines] == [True, False]
+
+
 def test_a_required_store_that_is_away_is_an_error():
     with pytest.raises(StoreUnavailable):
         connect_store(read_settings(store=NOWHERE, require_store=True), Metrics())

@@ -126,10 +126,10 @@ def need_valkey_server() -> str:
     return found
 
 
-def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """Makes a certificate for 127.0.0.1 that is its own authority. Returns it and its key."""
+def make_certificate(directory: Path, name: str = "IP:127.0.0.1") -> tuple[Path, Path]:
+    """Makes a certificate for a name that is its own authority. Returns it and its key."""
     cert, key = directory / "cert.pem", directory / "key.pem"
-    subject = "-subj /CN=pdstore -addext subjectAltName=IP:127.0.0.1"
+    subject = f"-subj /CN=pdstore -addext subjectAltName={name}"
     make = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {subject} -keyout {key} -out {cert}"
     subprocess.run(make.split(), check=True, capture_output=True)
     return cert, key

@@ -17,7 +17,6 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
-    InvalidResponse,
     MasterDownError,
     MovedError,
     NoPermissionError,
@@ -44,6 +43,7 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.store.redis.cluster import Address, Cluster, OneServer
+from pdstore.store.redis.remedies import CONNECTION_ERRORS, remedy_of, short
 from pdstore.store.url import StoreURL
 
 _CONNECT_S = 1.0
@@ -57,7 +57,6 @@ _KEEPALIVE = {
 _PORT, _SENTINEL_PORT = 6379, 26379
 
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
-_OF_THE_CONNECTION = (redis.ConnectionError, redis.TimeoutError)  # not about one key
 _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
     # redis-py's errors, subclasses first; after a ReadOnlyError, a master has become a replica
     (AuthenticationError, AuthorizationError, NoPermissionError): StoreDenied,
@@ -65,32 +64,7 @@ _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {
     (redis.TimeoutError,): StoreTimeout,
     (redis.ConnectionError, ReadOnlyError, *_OF_A_CLUSTER): StoreUnavailable,
 }
-_REPLICA = (
-    "it is a replica: write its master's address, or make this name lead to the master;"
-    " redis+sentinel://HOST:26379/NAME follows a master that moves"
-)
-_NO_REDIS = "what answers there is no redis server: is the port right?"
 _OTHER_SERVER = "what answers there is no redis server, or a proxy: name the server itself"
-_SILENT = "the server is slow or hangs, or is no redis server: is the port right?"
-_REMEDIES = {
-    "CERTIFICATE_VERIFY_FAILED": "name the authority of the server's certificate: ?ca=/path/ca.pem",
-    "reply type byte": _NO_REDIS,
-    "cluster support disabled": "it is a single server: write redis:// or valkey://",
-    "read only replica": _REPLICA,
-    "Link with MASTER is down": _REPLICA,
-    "connecting to ?:": "set cluster-announce-hostname, or cluster-announce-ip, of each node",
-    "DB index is out of range": "the server has fewer databases: 0 is there always",
-    "No master found": "write the port of a sentinel (26379), and the name of a master it watches",
-    "unknown command 'SENTINEL'": (
-        "it is a redis and not a sentinel: write redis://{host}, or a sentinel's port (26379)"
-    ),
-    "max number of clients": "raise maxclients of the server, or connect fewer instances to it",
-    "Authentication required": "write its password: {scheme}://:PASSWORD@{host}",
-    "invalid username-password": (
-        "see user and password in PDSTORE_STORE: a password alone is {scheme}://:PASSWORD@{host}"
-    ),
-}
-"""Remedies, each under words that the text of an error of redis-py or of a server contains."""
 
 Servers: TypeAlias = OneServer | Cluster
 
@@ -251,9 +225,12 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
     if str(error).startswith("WRONGTYPE"):  # the key has a list or a hash: the caller removes it
         return WrongLength(f"{label}: {key} holds no string: {error}", num_done=num_done)
     kinds = (ours for theirs, ours in _ERRORS.items() if isinstance(error, theirs))
-    remedy = _remedy(label, error)
-    about = "" if remedy or isinstance(error, _OF_THE_CONNECTION) else f": {key}"
-    words = str(error).partition(" : <")[0].rstrip(". ")  # cuts off what redis-py appends
+    remedy = remedy_of(label, error)
+    is_about_key = isinstance(error, NoPermissionError) or not remedy
+    about = f": {key}" if is_about_key and not isinstance(error, CONNECTION_ERRORS) else ""
+    words = short(str(error).partition(" : <")[0]).rstrip(
+        ". "
+    )  # redis-py appends what it was given
     words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
     said = f"{label}: {words}{about}"
     return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
@@ -271,26 +248,6 @@ def named_errors(label: str, key: object, num_done: int = 0) -> Iterator[None]:
 def refuses_writes(error: object) -> bool:
     """True if a server that may be read says that it takes no writes now."""
     return isinstance(error, ResponseError) and str(error).startswith(("MISCONF", "NOREPLICAS"))
-
-
-def _remedy(label: str, error: RedisError) -> str:
-    """Returns what the user should change; an empty text if the error does not tell."""
-    said = str(error)
-    scheme, _, place = label.partition("://")
-    place = place.rpartition("@")[2]
-    for words, remedy in _REMEDIES.items():
-        if words in said:
-            return remedy.format(scheme=scheme, host=place.partition("/")[0] or place)
-    if isinstance(error, InvalidResponse):
-        return _NO_REDIS
-    is_lost = isinstance(error, _OF_THE_CONNECTION) and "refused" not in said
-    if _parts_of(scheme)[0] and is_lost:
-        plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
-        return (
-            f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
-            " clients for a certificate takes ?cert= and ?key="
-        )
-    return _SILENT if said == "Timeout reading from socket" else ""
 
 
 def _database(url: StoreURL, text: str) -> int:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import redis
 from redis.exceptions import ResponseError
 
 from pdstore.errors import StoreError, WrongLength
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store
-from pdstore.store.optional import ALL_KEYS, Room, StoredValue
+from pdstore.store.optional import ALL_KEYS, Room, ServerDoubt, StoredValue
 from pdstore.store.redis.cluster import Command
 from pdstore.store.redis.connection import (
     Servers,
@@ -22,6 +23,7 @@ from pdstore.store.redis.connection import (
     open_servers,
     refuses_writes,
 )
+from pdstore.store.redis.server import server_doubts
 from pdstore.store.url import StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
@@ -180,6 +182,11 @@ class RedisStore(Store):
                 min(i.get("maxclients", 10_000) - i.get("connected_clients", 0) for i in told),
             )
 
+    def server_doubts(self) -> Iterator[ServerDoubt]:
+        self._lifecycle.check()
+        with named_errors(self.label, "INFO"):
+            yield from server_doubts(self._servers.masters())
+
     def close(self) -> None:
         """Closes idle connections; running calls close their connections when they end."""
         if self._lifecycle.end():
@@ -227,13 +234,25 @@ class RedisStore(Store):
                 self._servers.disconnect()
 
     def _ask_lease_s(self) -> float | None:
-        """Returns the seconds of the lease that a match gives; None if a server does not answer."""
+        """Returns the seconds of the lease that a match gives; None if a server does not answer.
+
+        Hosted servers often refuse CONFIG; INFO tells the policy as well. If a server refuses both,
+        it may evict.
+        """
         try:
-            with named_errors(self.label, "CONFIG GET"):
-                policies = {c.config_get(_POLICY).get(_POLICY) for c in self._servers.masters()}
-        except StoreError as error:  # hosted servers often refuse CONFIG
+            with named_errors(self.label, "the server's policy"):
+                policies = {_policy_of(client) for client in self._servers.masters()}
+        except StoreError as error:
             return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
+
+
+def _policy_of(client: redis.Redis) -> object:
+    """Returns the maxmemory-policy of a server. Raises redis-py's errors."""
+    try:
+        return client.config_get(_POLICY).get(_POLICY)
+    except ResponseError:
+        return client.info("memory").get("maxmemory_policy")
 
 
 def _num_found(replies: Iterable[object]) -> int:

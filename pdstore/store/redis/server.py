@@ -1,0 +1,92 @@
+"""server_doubts: what redis servers say about themselves that a pool should not have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import redis
+from pydantic import ByteSize
+
+from pdstore.store.optional import ServerDoubt
+
+Told: TypeAlias = Mapping[str, Any]
+"""A reply to INFO or CONFIG GET, by name."""
+
+_TRIES = 8
+"""Number of connections that are made to see whether one address leads to several servers."""
+_NO_SNAPSHOTS = (
+    'redis-cli CONFIG SET save "" and CONFIG SET appendonly no, the same in redis.conf: a pool'
+    " needs no copy on a disk"
+)
+_ONE_SERVER = (
+    "name one of them (in Kubernetes: replicas 1, or a StatefulSet's pod-0.service), or use"
+    " redis+cluster:// or redis+sentinel://"
+)
+
+
+def server_doubts(clients: Sequence[redis.Redis]) -> Iterator[ServerDoubt]:
+    """Yields what should be changed at the servers of a pool, one client for each.
+
+    A server or a proxy that refuses INFO or CONFIG is asked no more. Raises redis-py's errors if a
+    connection fails.
+    """
+    for client in clients:
+        info = _info(client)
+        config = _config(client, "save")
+        yield from _about_disk(info, config)
+        yield from _about_memory(info)
+        yield from _about_identity(client, info)
+
+
+def _info(client: redis.Redis) -> Told:
+    with contextlib.suppress(redis.ResponseError):
+        return client.info()
+    return {}
+
+
+def _config(client: redis.Redis, name: str) -> str | None:
+    """Returns a setting of the server; None if the user may not ask for it."""
+    with contextlib.suppress(redis.ResponseError):
+        return str(client.config_get(name).get(name))
+    return None
+
+
+def _about_disk(info: Told, save: str | None) -> Iterator[ServerDoubt]:
+    snapshots = save not in (None, "", "None")
+    if save is None:  # hosted servers refuse CONFIG
+        snapshots = bool(info.get("rdb_saves"))
+    kinds = [f"snapshots (save {save or 'on'})"] if snapshots else []
+    kinds += ["an append-only file"] if info.get("aof_enabled") else []
+    if info.get("rdb_last_bgsave_status") == "err" and snapshots:
+        said = "the last snapshot failed: the server refuses all writes until one succeeds"
+        yield ServerDoubt("persistence", said, _NO_SNAPSHOTS, is_wrong=True)
+    elif kinds:
+        said = f"the server writes {' and '.join(kinds)}: that stalls it, may take as much memory"
+        said += " again, and a full disk ends all writes"
+        yield ServerDoubt("persistence", said, _NO_SNAPSHOTS)
+
+
+def _about_memory(info: Told) -> Iterator[ServerDoubt]:
+    most, there = info.get("maxmemory") or 0, info.get("total_system_memory") or 0
+    if there and most > there:
+        shown = [ByteSize(size).human_readable() for size in (most, there)]
+        said = f"maxmemory is {shown[0]}, and the server's host has {shown[1]}: the kernel ends the"
+        said += " server before it evicts"
+        yield ServerDoubt(
+            "server memory", said, f"set maxmemory to {ByteSize(there * 3 // 4).human_readable()}"
+        )
+
+
+def _about_identity(client: redis.Redis, info: Told) -> Iterator[ServerDoubt]:
+    """Yields a doubt if new connections to one address lead to several servers."""
+    found = {info["run_id"]} if info.get("run_id") else set()
+    for _ in range(_TRIES if found else 0):
+        client.connection_pool.disconnect(inuse_connections=False)
+        with contextlib.suppress(redis.ResponseError):
+            found.add(client.info("server").get("run_id"))
+    if len(found) > 1:
+        said = f"{len(found)} servers answer at this address, each of them a pool of its own: what"
+        said += " one connection stores, the next does not find"
+        yield ServerDoubt("one server", said, _ONE_SERVER, is_wrong=True)

@@ -1,0 +1,211 @@
+"""Settings of a redis server that a pool should not have, and remedies by the error's class."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import socket
+import socketserver
+
+import pytest
+import redis
+
+from examples.ports import free_port
+from pdstore.cli.answer import Level
+from pdstore.cli.doctor import check_server, doctor
+from pdstore.errors import StoreError
+from pdstore.format.keys import POOL_ID_KEY
+from pdstore.store.redis.remedies import remedy_of, short
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import start_background
+from tests.support.kv import eventually
+from tests.support.redis_server import make_certificate
+from tests.support.redis_store import opened, put_one
+
+pytestmark = pytest.mark.redis
+
+
+def findings_about(url):
+    with opened(url) as store:
+        return {finding.subject: finding for finding in check_server(store)}
+
+
+def test_a_server_for_a_pool_has_nothing_to_improve(redis_server):
+    assert findings_about(redis_server("--maxmemory", "1gb").url) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "subject", "words"),
+    [
+        (("--save", "3600 1"), "persistence", "snapshots (save 3600 1)"),
+        (("--appendonly", "yes"), "persistence", "an append-only file"),
+        (
+            ("--maxmemory", "65536gb"),
+            "server memory",
+            "maxmemory is 64.0TiB, and the",
+        ),
+    ],
+)
+def test_what_a_pool_should_not_have_is_yellow(redis_server, options, subject, words):
+    [finding] = findings_about(redis_server(*options).url).values()
+    assert (finding.level, finding.subject) == (Level.WARN, subject)
+    assert words in finding.said
+    assert finding.remedy
+
+
+def test_a_server_that_cannot_write_its_snapshot_is_red_and_says_so_to_who_stores(redis_server):
+    server = redis_server("--save", "3600 1")
+    with server.client() as client:
+        (server.directory / "dump.rdb").mkdir()  # so no file can take its place
+        client.set("x", 1)
+        with contextlib.suppress(Exception):
+            client.bgsave()
+        eventually(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", 10.0)
+    finding = findings_about(server.url)["persistence"]
+    assert (finding.level, "refuses all writes" in finding.said) == (Level.BAD, True)
+    with opened(server.url) as store, pytest.raises(StoreError) as caught:
+        put_one(store, *fresh_keys(1))
+    assert 'set `save ""`' in caught.value.remedy
+    assert len(str(caught.value)) < 600, "redis explains it in 400 characters"
+
+
+@contextlib.contextmanager
+def one_address_of(*ports):
+    """Serves an address whose connections go to the ports in turn, as a Service's do."""
+    turns = itertools.cycle(ports)
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            with socket.create_connection(("127.0.0.1", next(turns))) as there:
+                ends = {self.request: there, there: self.request}
+                while True:
+                    for end in select.select([*ends], [], [], 10)[0]:
+                        if not (data := end.recv(1 << 16)):
+                            return
+                        ends[end].sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        end = start_background(server.serve_forever)
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        end(10.0)
+
+
+def test_two_servers_behind_one_address_are_red(redis_server):
+    ports = redis_server("--maxmemory", "1gb").port, redis_server("--maxmemory", "1gb").port
+    with one_address_of(*ports) as url:
+        finding = findings_about(url)["one server"]
+    assert finding.level is Level.BAD
+    assert "2 servers answer at this address" in finding.said
+    assert "redis+cluster://" in finding.remedy
+    with one_address_of(ports[0]) as url:
+        assert findings_about(url) == {}
+
+
+@pytest.mark.parametrize("right", ["+config|get", "+info"])
+def test_one_of_config_and_info_is_enough_for_leases(redis_server, right):
+    user = ["--user", "default", "on", "nopass", "~pds1:*", "-@all", "+exists", "+expire", "+ping"]
+    server = redis_server("--maxmemory-policy", "noeviction", *user, right, "+set")
+    with opened(server.url) as store:
+        put_one(store, POOL_ID_KEY)
+        assert store.match([POOL_ID_KEY]) == 1
+        assert store.lease_s > 0
+
+
+def test_a_server_that_tells_nothing_is_no_fault(redis_server):
+    user = ["--user", "default", "on", "nopass", "~pds1:*", "-@all", "+exists", "+ping"]
+    assert findings_about(redis_server(*user).url) == {}
+
+
+PROTECTED = (
+    "DENIED Redis is running in protected mode because protected mode is enabled and no password"
+    " is set for the default user. In this mode connections are only accepted from the loopback"
+    " interface. If you want to connect from external computers to Redis you may adopt one of the"
+    " following solutions: 1) Just disable protected mode sending the command 'CONFIG SET"
+    " protected-mode no' from the loopback interface by connecting to Redis from the same host."
+)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (PROTECTED, "give it a password (requirepass)"),
+        ("LOADING Redis is loading the dataset in memory", "wait until the server has read"),
+        ("NOREPLICAS Not enough good replicas to write.", "min-replicas-to-write 0"),
+        ("BUSY Redis is busy running a script.", "SLOWLOG GET"),
+        ("NOPERM this user has no permissions to run the 'set' command", "docs/stores.md lists"),
+    ],
+)
+def test_the_remedy_follows_the_servers_words(reply, words):
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            while count := self.rfile.readline():
+                sizes = (int(self.rfile.readline()[1:]) for _ in range(int(count[1:])))
+                verb, *_ = [self.rfile.read(size + 2) for size in sizes]
+                is_ping = verb == b"PING\r\n"
+                self.wfile.write(b"+PONG\r\n" if is_ping else f"-{reply}\r\n".encode())
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        end = start_background(server.serve_forever)
+        with (
+            opened(f"redis://127.0.0.1:{server.server_address[1]}") as store,
+            pytest.raises(StoreError) as caught,
+        ):
+            put_one(store, *fresh_keys(1))
+        server.shutdown()
+        end(10.0)
+    assert words in caught.value.remedy
+    assert "user and password" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["IP:10.9.9.9", "DNS:elsewhere"])
+def test_a_certificate_for_another_host_is_not_called_an_unknown_authority(
+    redis_server, tmp_path, name
+):
+    cert, key = make_certificate(tmp_path, name)
+    port = str(free_port())
+    files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
+    redis_server("--tls-port", port, *map(str, files), "--tls-auth-clients", "no")
+    with (
+        opened(f"rediss://127.0.0.1:{port}?ca={cert}") as store,
+        pytest.raises(StoreError) as caught,
+    ):
+        store.match(fresh_keys(1))
+    assert "write a host that the server's certificate names" in caught.value.remedy
+    assert "?ca=" not in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "words"),
+    [
+        ("rediss://h", "CERTIFICATE_VERIFY_FAILED: certificate has expired", "renew the server's"),
+        ("rediss://h", "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "the clock of"),
+        ("rediss://h", "CERTIFICATE_VERIFY_FAILED: self-signed certificate", "?ca=/path/ca.pem"),
+        ("redis://h", "Connection closed by server.", "proto-max-bulk-len"),
+        ("redis://h", "Error while reading: Connection reset by peer", "one that speaks TLS"),
+        ("redis://${HOST}", "Error -2 connecting: Name or service not known.", "host's name"),
+    ],
+)
+def test_the_remedy_follows_the_words_of_the_way_to_the_server(url, said, words):
+    assert words in remedy_of(url, redis.ConnectionError(said))
+
+
+def test_a_limit_of_sizes_is_named_where_small_values_pass_and_large_ones_break(redis_server):
+    server = redis_server("--maxmemory", "1gb")
+    with server.client() as client:
+        client.config_set("proto-max-bulk-len", 1 << 20)
+    found = {f["subject"]: f for f in doctor(server.url, count_gpus=lambda: 0).document["findings"]}
+    assert found["round trip"]["level"] == "ok"
+    assert found["speed: save"]["level"] == "bad"
+    assert "proto-max-bulk-len" in found["speed: save"]["remedy"]
+    assert "its log names the one" in found["speed: save"]["remedy"]
+
+
+def test_a_long_explanation_ends_with_a_sentence():
+    assert short("short") == "short"
+    assert short(PROTECTED).endswith("connections are only accepted from the loopback interface")
+    assert len(short("x" * 900)) < 210
