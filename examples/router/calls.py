@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import anyio
 import httpx
 
 from examples.router.bodies import Json, decode_body, encode, parse, prefill_body
@@ -27,6 +28,12 @@ _UNEQUAL = (
     " --max-model-len"
 )
 _JSON = {"content-type": "application/json"}
+_BEGAN_NOTHING = (408, 429, 503)
+"""Statuses of an instance that is full or not ready, and so took nothing of a request."""
+
+
+class _BrokeOff(Exception):
+    """P began a prefill and did not end it."""
 
 
 class Calls:
@@ -45,6 +52,7 @@ class Calls:
     ) -> None:
         self.client, self.prefills, self.decodes = client, prefills, decodes
         self.counts, self._prefill_timeout = counts, prefill_timeout
+        self._prefill_s = prefill_timeout.read or 0.0
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
         self._quiet_until = 0.0
@@ -58,78 +66,117 @@ class Calls:
     async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on one P. Returns P's answer; None if no P could be asked or could do it.
 
+        Only a P that began nothing is replaced by another. One that broke, hung or failed may have
+        done so because of this request, which must not take the others down too: D computes.
         Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
         """
         content = _content(prefill_body(asked.body, params))
-        rest_s = self._prefill_timeout.read or 0.0
         for upstream in self.prefills.in_turn(asked.body):
-            if upstream.is_spared(rest_s):
+            if upstream.is_spared(self._prefill_s):
                 continue
-            self._open(upstream, asked)
             try:
-                answer = await self.client.post(
-                    upstream.url + asked.path,
-                    content=content,
-                    headers={**_JSON, **asked.headers},
-                    timeout=self._prefill_timeout,
-                )
-            except httpx.ReadTimeout as error:
-                self._failed(upstream, asked, error)
-                upstream.fell_silent(rest_s)
-                break  # the client has waited long enough
-            except httpx.TransportError as error:
-                self._failed(upstream, asked, error)
+                answer = await self._prefill_on(upstream, asked, content)
+            except _BrokeOff:
+                break
+            if answer is None:
                 continue
-            if answer.status_code < 500:
+            if answer.status_code < 500 and answer.status_code not in _BEGAN_NOTHING:
                 upstream.answered()
                 given = _json_of(answer)
                 if params_of(given) is None:
                     self._tell_of_no_params(upstream)
                 return given
             self._refused(upstream, asked, answer.status_code)
+            if answer.status_code not in _BEGAN_NOTHING:
+                break
         self.counts.degraded.inc()
         log.warning("%s: no P could prefill it, D computes", asked.request_id)
         return None
 
+    async def _prefill_on(
+        self, upstream: Upstream, asked: Asked, content: bytes
+    ) -> httpx.Response | None:
+        """Returns one P's answer within the time for a prefill; None if it cannot be reached.
+
+        Raises _BrokeOff if the connection broke, or the answer was not whole in time.
+        """
+        self._open(upstream, asked)
+        try:
+            with anyio.fail_after(self._prefill_s):  # httpx bounds each read, and not the call
+                return await self.client.post(
+                    upstream.url + asked.path,
+                    content=content,
+                    headers={**_JSON, **asked.headers},
+                    timeout=self._prefill_timeout,
+                )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._failed(upstream, asked, error)
+            return None
+        except (TimeoutError, httpx.ReadTimeout) as error:
+            late = httpx.ReadTimeout(f"no whole answer in {self._prefill_s:g} s")
+            self._failed(upstream, asked, late)
+            upstream.fell_silent(self._prefill_s)  # the client has waited long enough
+            raise _BrokeOff from error
+        except httpx.TransportError as error:
+            self._failed(upstream, asked, error)
+            raise _BrokeOff from error
+
     async def decode(self, asked: Asked, params: Json | None) -> httpx.Response:
         """Asks one D. Returns its answer with the body unread; the caller closes it.
 
-        Only a D that could not be reached is replaced by another: one that broke may have broken
-        because of this request, which must not take the others down too. Raises Refusal if D did
-        not answer (502, 504) or none could be reached (503).
+        Only a D that began nothing is replaced by another: one that broke may have broken because
+        of this request, which must not take the others down too. If all that can be reached are
+        full, the last one's answer is returned. Raises Refusal if D did not answer (502, 504) or
+        none could be reached (503).
         """
         content = _content(decode_body(asked.body, params, asked.prompt_ids))
+        full: httpx.Response | None = None
         for upstream in self.decodes.in_turn(asked.body):
-            request = self.client.build_request(
-                "POST",
-                upstream.url + asked.path,
-                content=content,
-                headers={**_JSON, **asked.headers},
-            )
-            self._open(upstream, asked)
-            try:
-                answer = await self.client.send(request, stream=True)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                self._failed(upstream, asked, error)
-            except httpx.TimeoutException as error:
-                self._failed(upstream, asked, error)
-                raise Refusal.of(504, f"D did not answer in time: {upstream.url}") from error
-            except httpx.TransportError as error:
-                self._failed(upstream, asked, error)
-                raise Refusal.of(502, f"D broke off: {upstream.url}") from error
-            else:
-                upstream.came_back()
-                if answer.status_code in (400, 404):
-                    log.warning(
-                        "%s: %s %s: HTTP %d, %s",
-                        asked.request_id,
-                        upstream.role,
-                        upstream.url,
-                        answer.status_code,
-                        _UNEQUAL,
-                    )
+            answer = await self._decode_on(upstream, asked, content)
+            if answer is None:
+                continue
+            if full is not None:
+                await full.aclose()
+            if answer.status_code not in _BEGAN_NOTHING:
                 return answer
+            full = answer
+        if full is not None:
+            return full
         raise Refusal.of(503, "no decode instance can be reached: see /health")
+
+    async def _decode_on(
+        self, upstream: Upstream, asked: Asked, content: bytes
+    ) -> httpx.Response | None:
+        """Returns one D's answer, its body unread; None if it cannot be reached. Raises Refusal."""
+        request = self.client.build_request(
+            "POST",
+            upstream.url + asked.path,
+            content=content,
+            headers={**_JSON, **asked.headers},
+        )
+        self._open(upstream, asked)
+        try:
+            answer = await self.client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._failed(upstream, asked, error)
+            return None
+        except httpx.TimeoutException as error:
+            self._failed(upstream, asked, error)
+            raise Refusal.of(504, f"D did not answer in time: {upstream.url}") from error
+        except httpx.TransportError as error:
+            self._failed(upstream, asked, error)
+            raise Refusal.of(502, f"D broke off: {upstream.url}") from error
+        upstream.came_back()
+        self._note_status(upstream, asked, answer.status_code)
+        return answer
+
+    def _note_status(self, upstream: Upstream, asked: Asked, status: int) -> None:
+        """Logs what D answers instead of tokens, and counts what is D's or a gateway's fault."""
+        if status in (400, 404):
+            words = "%s: %s %s: HTTP %d, %s"
+            log.warning(words, asked.request_id, upstream.role, upstream.url, status, _UNEQUAL)
+        elif status >= 500 or status in _BEGAN_NOTHING:
+            self._refused(upstream, asked, status)
 
     def end(self, asked: Asked) -> None:
         """Takes note that a request is over: it is no load of the instances any more."""

@@ -22,6 +22,7 @@ from pdstore.format.block import FLAG_MARKER, Header
 from pdstore.format.keys import HASH_BYTES, HEX_ID, BlockKey, Json, Namespace, PromptKeys
 from pdstore.telemetry.request_record import plain
 
+_MOST_FIELDS = 64
 _NAME = "pdstore"
 _ID = "attempt"  # the name of the hand-off's id in `kv_transfer_params`
 RING = 4
@@ -148,15 +149,16 @@ class Handoff:
             name: checked(name, _is_hex, f"{2 * HASH_BYTES} lower-case hex digits")
             for name in (_ID, "instance", "namespace", "pool_id", "last_block", "weights_update")
         }
-        fields = checked(
-            "fields", lambda f: isinstance(f, Mapping) and len(f) <= 64, "a small object"
-        )
+        texts = {
+            name: plain(text) if (text := checked(name, _is_text, "a text")) is not None else None
+            for name in ("last_save", "weights_files")
+        }
+        fields = checked("fields", _is_fields, "a small object of texts")
         return cls(
             id=HandoffId(hexes.pop(_ID), hexes.pop("instance")),
-            num_tokens=checked("num_tokens", lambda n: isinstance(n, int) and n >= 0, "a count"),
+            num_tokens=checked("num_tokens", _is_count, "a count"),
             fields={plain(name): plain(value) for name, value in (fields or {}).items()},
-            last_save=plain(said["last_save"]) if "last_save" in said else None,
-            weights_files=plain(said["weights_files"]) if "weights_files" in said else None,
+            **texts,
             **hexes,
         )
 
@@ -180,6 +182,21 @@ class Handoff:
             "weights_update": self.weights_update,
         }
         return {_NAME: {name: value for name, value in said.items() if value is not None}}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_fields(value: object) -> bool:
+    """Returns whether a value is a small flat object: what is nested may be too deep to print."""
+    if not isinstance(value, Mapping) or len(value) > _MOST_FIELDS:
+        return False
+    return all(isinstance(each, str) for pair in value.items() for each in pair)
 
 
 def _is_hex(value: object) -> bool:

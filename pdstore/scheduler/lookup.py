@@ -51,6 +51,8 @@ class Match:
         theirs, ours = handoff.num_tokens, keys.num_tokens
         if theirs is not None and theirs != ours:  # the tails differ; full blocks are shared
             keys = keys.prefix(min(theirs, ours - ours % keys.block_tokens))
+        if not keys.num_tokens:
+            return cls.miss(keys, Reason.ABSENT)
         return cls(keys, keys.num_tokens, None, follow=handoff.id)
 
 

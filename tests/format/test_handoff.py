@@ -50,6 +50,14 @@ def test_others_parameters_are_no_handoff(params):
     assert Handoff.of(params) is None
 
 
+def nested(depth):
+    """A list in a list: some depths can be read as JSON and not be printed."""
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("said", "field"),
     [
@@ -63,7 +71,11 @@ def test_others_parameters_are_no_handoff(params):
         ({"attempt": "0" * 32, "instance": "x"}, "instance"),
         ({"attempt": "0" * 32, "num_tokens": -1}, "num_tokens"),
         ({"attempt": "0" * 32, "num_tokens": "7"}, "num_tokens"),
+        ({"attempt": "0" * 32, "num_tokens": True}, "num_tokens"),
         ({"attempt": "0" * 32, "fields": [1]}, "fields"),
+        ({"attempt": "0" * 32, "fields": {"dtype": nested(980)}}, "fields"),
+        ({"attempt": "0" * 32, "last_save": nested(980)}, "last_save"),
+        ({"attempt": "0" * 32, "weights_files": nested(980)}, "weights_files"),
         ({"attempt": "0" * 32, "last_block": "x"}, "last_block"),
         ({"attempt": "0" * 32, "fields": {str(i): "" for i in range(65)}}, "fields"),
     ],
@@ -75,10 +87,16 @@ def test_a_malformed_handoff_is_refused_by_field(said, field):
 
 def test_what_a_client_says_is_one_plain_line():
     fields = {"dtype\n": "x\nWARNING forged", "long": "y" * 500}
-    said = {"attempt": "0" * 32, "fields": fields, "last_save": ["\n"], "weights_files": "w\nx"}
+    said = {"attempt": "0" * 32, "fields": fields, "last_save": "\n", "weights_files": "w\nx"}
     handoff = Handoff.of({"pdstore": said})
     assert handoff.fields == {"dtype?": "x?WARNING forged", "long": "y" * 80}
-    assert (handoff.last_save, handoff.weights_files) == ("['\\n']", "w?x")
+    assert (handoff.last_save, handoff.weights_files) == ("?", "w?x")
+
+
+def test_a_null_is_as_if_absent():
+    names = ("instance", "num_tokens", "namespace", "fields", "last_save", "weights_files")
+    said = {"attempt": "0" * 32} | dict.fromkeys(names)
+    assert Handoff.of({"pdstore": said}) == Handoff.of({"pdstore": {"attempt": "0" * 32}})
 
 
 @pytest.mark.parametrize("instance", ["cd" * 16, None])

@@ -144,6 +144,13 @@ def test_who_follows_a_prompt_of_another_length_follows_the_whole_blocks_of_both
     assert (found.num_tokens, found.keys.num_tokens) == (shared, shared)
 
 
+def test_who_follows_a_prompt_that_shares_no_block_gets_a_reason(instance):
+    p, d = instance(), instance()
+    _, params = p.cache.announce(p.cache.keys(range(10)))
+    found = d.cache.follow(d.cache.keys(range(130)), params).wait(10)
+    assert (found.num_tokens, found.reason, found.follow) == (0, Reason.ABSENT, None)
+
+
 def test_a_read_only_instance_announces_nothing_to_wait_for(instance):
     p = instance(publish=False)
     assert p.cache.announce(p.cache.keys(range(100)))[1] == {}

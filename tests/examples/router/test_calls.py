@@ -34,14 +34,70 @@ async def test_a_refusal_by_p_is_the_answer_and_d_is_not_asked() -> None:
     assert (len(p.bodies), d.bodies) == (1, [])
 
 
-async def test_a_failing_p_is_replaced_by_another() -> None:
-    bad, good = Fake(says({}, 500)), Fake(says({"kv_transfer_params": PARAMS}))
+@pytest.mark.parametrize("status", [408, 429, 503])
+async def test_a_p_that_began_nothing_is_replaced_by_another(status: int) -> None:
+    bad, good = Fake(says({}, status)), Fake(says({"kv_transfer_params": PARAMS}))
     d = Fake()
     async with routed([bad, good], [d]) as client:
         await client.post("/v1/completions", json=BODY)
         failures = await metric(client, 'router_upstream_failures_total{reason="status"')
         assert (failures, await metric(client, "router_degraded_total")) == (1, 0)
     assert d.bodies[0]["kv_transfer_params"] == PARAMS
+
+
+async def breaks_off(body: dict[str, Any]) -> Response:
+    async def part() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise ConnectionError("the engine crashes")
+
+    return StreamingResponse(part())
+
+
+@pytest.mark.parametrize("reply", [breaks_off, says({}, 500), says({}, 502)])
+async def test_a_request_that_fails_its_p_is_given_to_no_other(reply: Reply) -> None:
+    p, d = Fake(reply), Fake()
+    async with routed([p, p, p], [d]) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert await metric(client, "router_degraded_total") == 1
+    assert (len(p.bodies), d.bodies) == (1, [BODY])
+
+
+async def test_a_p_that_trickles_its_answer_is_bounded() -> None:
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await anyio.sleep(0.05)
+
+    p, d = Fake(streams(trickle)), Fake()
+    async with routed([p], [d], prefill_timeout_s=0.5) as client:
+        with anyio.fail_after(5):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert await metric(client, 'router_upstream_failures_total{reason="timeout"') == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_full_d_is_replaced_by_another(status: int) -> None:
+    full, free = Fake(says({}, status)), Fake(says({"id": "d"}))
+    async with routed([], [full, free]) as client:
+        answers = [await client.post("/v1/completions", json=BODY) for _ in range(4)]
+        failures = await metric(client, 'router_upstream_failures_total{reason="status",role="d')
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert failures == len(full.bodies) > 0
+
+
+async def test_the_answer_of_a_d_that_fails_is_counted_and_passed_on() -> None:
+    d = Fake(says({"error": "gone"}, 500))
+    async with routed([], [d, d]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert await metric(client, 'router_upstream_failures_total{reason="status"') == 1
+    assert (answer.status_code, answer.json(), len(d.bodies)) == (500, {"error": "gone"}, 1)
+
+
+async def test_if_every_d_is_full_the_client_is_told() -> None:
+    d = Fake(says({"error": "full"}, 503))
+    async with routed([], [d, d]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json(), len(d.bodies)) == (503, {"error": "full"}, 2)
 
 
 async def test_without_any_p_d_computes() -> None:
