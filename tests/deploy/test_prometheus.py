@@ -106,6 +106,6 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
             return not waiting
 
         until(have_data)
-        assert len(seen.query("pdstore_info")) == 2
+        assert len(seen.query("pdstore_info == 1")) == 2
         redis.stop()
         until(lambda: handed_over(next(seeds)) or "PdstoreStoreDown" in seen.alerts())
