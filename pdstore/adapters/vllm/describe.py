@@ -267,6 +267,11 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
     if getattr(spec, "non_causal", False):
         raise LayoutError(f"layer {name} is not causal: its KV depends on later tokens")
     heads, channels = cache.shape[2:]
+    if _is_old_indexer(spec, mode):
+        raise LayoutError(
+            f"layer {name} is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its"
+            " blocks ends with the scales of all its tokens, which pdstore does not support"
+        )
     if isinstance(spec, MLAAttentionSpec):
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
     head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels
@@ -280,6 +285,17 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
         f"layer {name} keeps its state as {type(spec).__name__}; pdstore supports full attention,"
         " sliding windows and MLA"
     )
+
+
+def _is_old_indexer(spec: Any, mode: str) -> bool:
+    """Returns True for an indexer's cache as vLLM 0.26 describes it.
+
+    There it is an MLA layer of bytes that names neither a cache dtype nor a quantization; later
+    versions name its role, and an MLA layer with fp8 names both.
+    """
+    is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
+    is_unnamed = getattr(spec, "cache_dtype_str", None) is None
+    return isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
 
 
 def _page(vllm_config: Any, layer: str) -> str:

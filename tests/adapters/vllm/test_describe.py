@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     MLAAttentionSpec,
 )
 
@@ -120,7 +121,7 @@ def described(monkeypatch):
 
     def describe(kind, tp_size=1, tp_rank=0, spec=None, **model):
         shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1}
-        spec = kind(**shape, dtype=torch.float32, **(spec or {}))
+        spec = kind(**shape, **{"dtype": torch.float32, **(spec or {})})
         groups = [KVCacheGroupSpec(NAMES, spec)]
         replicas = kv_cache_groups_tp_replicas(groups, tp_size)
         caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
@@ -210,3 +211,10 @@ def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, opt
         model_config=SimpleNamespace(multimodal_config=options),
     )
     assert hashes_items(config) is expected
+
+
+def test_an_indexer_as_old_vllm_describes_it_is_refused_by_name(described):
+    named = {"cache_dtype_str": "fp8_ds_mla", "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+    assert described(MLAAttentionSpec, spec={"dtype": torch.uint8, **named}).layers[0].kind == "mla"
+    with pytest.raises(LayoutError, match=r"is an indexer of sparse attention \(DeepSeek V3\.2"):
+        described(MLAAttentionSpec, spec={"dtype": torch.uint8})
