@@ -258,25 +258,20 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
 def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
     """Returns a layer's shape. Raises LayoutError if its blocks hold anything but causal KV."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
-    if mode not in ("NONE", "FP8_PER_TENSOR") or role != "sparse":
+    if mode not in ("NONE", "FP8_PER_TENSOR"):
         raise LayoutError(
-            f"layer {name} keeps scales apart from the tokens of a block ({mode}, {role}), which"
-            " pdstore does not support"
+            f"layer {name} keeps scales apart from the tokens of a block ({mode}), which pdstore"
+            " does not support"
         )
+    _refuse_sparse_attention(name, spec)
     if getattr(spec, "non_causal", False):
         raise LayoutError(f"layer {name} is not causal: its KV depends on later tokens")
     heads, channels = cache.shape[2:]
-    if _is_old_indexer(spec, mode):
-        raise LayoutError(
-            f"layer {name} is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its"
-            " blocks ends with the scales of all its tokens, which pdstore does not support"
-        )
-    if isinstance(spec, MLAAttentionSpec):
+    if type(spec) is MLAAttentionSpec:
         return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
     head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels
     full = LayerSpec(heads * tp_size, head_dim, value_dim=channels - head_dim, table=table)
-    if isinstance(spec, SlidingWindowSpec):
+    if type(spec) is SlidingWindowSpec:
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
         return replace(full, kind="sliding", window=window)
     if type(spec) is FullAttentionSpec:
@@ -287,15 +282,34 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
     )
 
 
-def _is_old_indexer(spec: Any, mode: str) -> bool:
+def _is_old_indexer(spec: Any) -> bool:
     """Returns True for an indexer's cache as vLLM 0.26 describes it.
 
     There it is an MLA layer of bytes that names neither a cache dtype nor a quantization; later
     versions name its role, and an MLA layer with fp8 names both.
     """
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
     is_unnamed = getattr(spec, "cache_dtype_str", None) is None
     return isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
+
+
+def _refuse_sparse_attention(name: str, spec: Any) -> None:
+    """Raises LayoutError for caches of sparse attention whose rows cannot be cut by token."""
+    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
+    if role != "sparse" or "indexer" in name.split(".") or _is_old_indexer(spec):
+        raise LayoutError(
+            f"layer {name} is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its"
+            " blocks ends with the scales of all its tokens, so a prompt's tail would lose them;"
+            " pdstore does not support such models"
+        )
+    tokens_per_row = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    version = getattr(spec, "model_version", None)
+    if tokens_per_row not in (1, -1) or version is not None:  # -1: a state, no attention
+        raise LayoutError(
+            f"layer {name} keeps compressed attention ({tokens_per_row} tokens in a row,"
+            f" {version}): a row does not belong to one token, so pdstore does not support it"
+        )
 
 
 def _page(vllm_config: Any, layer: str) -> str:

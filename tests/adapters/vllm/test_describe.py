@@ -11,10 +11,12 @@ from vllm.distributed import parallel_state
 from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
 from pdstore.adapters.vllm.describe import (
@@ -119,14 +121,14 @@ def test_the_hubs_commit_is_the_revision_with_the_name_of_one_of_several_weights
 def described(monkeypatch):
     """Describes one rank's layers: `described(MLAAttentionSpec, tp_size=2)`."""
 
-    def describe(kind, tp_size=1, tp_rank=0, spec=None, **model):
+    def describe(kind, tp_size=1, tp_rank=0, spec=None, names=NAMES, **model):
         shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1}
-        spec = kind(**shape, **{"dtype": torch.float32, **(spec or {})})
-        groups = [KVCacheGroupSpec(NAMES, spec)]
+        spec = kind(**{**shape, "dtype": torch.float32, **(spec or {})})
+        groups = [KVCacheGroupSpec(names, spec)]
         replicas = kv_cache_groups_tp_replicas(groups, tp_size)
         caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
-        pages = (4, 1, 16, spec.head_size + spec.head_size_v)
-        tensors = {name: torch.empty(pages, device="meta") for name in NAMES}
+        pages = (4, 1, 16, spec.head_size + getattr(spec, "head_size_v", 0))
+        tensors = {name: torch.empty(pages, dtype=spec.dtype, device="meta") for name in names}
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
             cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -150,6 +152,28 @@ def test_every_rank_holds_mlas_latent_and_others_must_not_hold_copies(described)
     assert len({namespace.digest for namespace in fields}) == 1
     with pytest.raises(LayoutError, match="fewer KV heads"):
         described(FullAttentionSpec, tp_size=2)
+
+
+INDEXER = "model.layers.1.self_attn.indexer.k_cache"
+BYTES = {"head_size": 132, "dtype": torch.uint8}
+SLIDING = {"sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "spec", "reason"),
+    [
+        (INDEXER, MLAAttentionSpec, BYTES, "indexer .*scales"),  # as vLLM 0.26 describes it
+        ("layer.1", MLAAttentionSpec, {"tokens_per_state": 4}, "4 tokens in a row"),
+        ("layer.1", MLAAttentionSpec, {"model_version": "deepseek_v4"}, "deepseek_v4"),
+        ("layer.1", SlidingWindowMLASpec, SLIDING, "SlidingWindowMLASpec"),
+        ("layer.1", HiddenStateCacheSpec, {}, "HiddenStateCacheSpec"),
+    ],
+)
+def test_a_cache_whose_rows_are_not_one_tokens_is_refused_by_its_name(
+    described, name, kind, spec, reason
+):
+    with pytest.raises(LayoutError, match=f"layer {name} .*{reason}"):
+        described(kind, spec=spec, names=[name])
 
 
 @pytest.mark.parametrize(
