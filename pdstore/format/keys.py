@@ -188,7 +188,11 @@ def kind_of(key: BlockKey) -> Kind:
 
 
 class MultimodalItem(NamedTuple):
-    """A multimodal item in a prompt: it covers the tokens [offset, offset + length)."""
+    """A multimodal item in a prompt: it covers the tokens [offset, offset + length).
+
+    content_hash: a digest of what the model gets of the item. A name alone that a client may choose
+      must not be one: two items of one name would share KV.
+    """
 
     offset: int
     length: int

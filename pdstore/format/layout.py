@@ -89,6 +89,7 @@ class Layout:
     num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
       P can store one range while the model computes the next range.
     pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
+    items: how keys name images, sounds and videos, a namespace field; None for a model of text.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -106,6 +107,7 @@ class Layout:
     draft_layers: int = 0
     num_ranges: int = 1
     pipeline: Pipeline | None = None
+    items: str | None = None
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class Layout:
         tp_size: int = 1,
         draft_layers: int = 0,
         pipeline: Pipeline | None = None,
+        items: str | None = None,
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
@@ -146,6 +149,7 @@ class Layout:
             tp_rank=tp_rank,
             tp_size=tp_size,
             draft_layers=draft_layers,
+            items=items,
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, layout.block_bytes // RANGE_BYTES)
         return replace(layout, num_ranges=max(1, min(wanted, len(layers))), pipeline=pipeline)
@@ -332,8 +336,11 @@ class Layout:
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
-        if settings.seal_key_file is not None:  # else no such field, so older namespaces stay valid
+        # without a seal, and for a model of text, no such field: older namespaces stay valid
+        if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
+        if self.items is not None:
+            fields["items"] = self.items
         windows = {
             group: window
             for group in range(len(self.groups))

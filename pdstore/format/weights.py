@@ -39,13 +39,18 @@ def weights_revision(model: str | Path, settings: Settings) -> str:
     directory = Path(model)
     if directory.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", directory.name):
         return "commit:" + directory.name
-    files = sorted(p for p in directory.glob("*") if p.suffix in _SUFFIXES and p.is_file())
+    files = weight_files(directory)
     if not files:
         raise ConfigError(
             f"no weight files in {directory}: name the weights' revision by PDSTORE_WEIGHTS"
         )
     lines = [f"{p.name}\0{p.stat().st_size}\0{file_digest(p)}\n" for p in files]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """Returns the files with weights in a checkpoint's directory, in order of their names."""
+    return sorted(p for p in Path(directory).glob("*") if p.suffix in _SUFFIXES and p.is_file())
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path | None:

@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
+from pdstore.adapters.vllm.contents import Contents
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import log_where_vllm_logs, warn_if_plugin_is_off
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
@@ -79,7 +80,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 self.metrics,
                 may_follow=not fails,
                 number=getattr(parallel, "data_parallel_index", 0),
-                hashes_items=describe.hashes_items(vllm_config),
+                contents=Contents(
+                    hashes_items=describe.hashes_items(vllm_config),
+                    tells_paths_apart=describe.tells_paths_apart(),
+                ),
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 longest_prompt=vllm_config.model_config.max_model_len,
             )

@@ -3,22 +3,23 @@
 # Decision: docs/decisions/033-vllm-namespace.md
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from pdstore.errors import ConfigError, LayoutError, PDStoreError
-from pdstore.format.keys import SHAPING, Json, MultimodalItem, PromptKeys, canonical, shaping
+from pdstore.adapters.vllm.contents import Content
+from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.keys import SHAPING, Json, PromptKeys, canonical, shaping
 from pdstore.format.layout import LayerSpec, Layout, Pipeline
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -71,22 +72,43 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def hashes_items(vllm_config: Any) -> bool:
-    """Returns True if vLLM names images, sounds and videos by their content.
+    """Returns True if requests with images, sounds and videos can use the pool.
 
-    Otherwise logs a warning and returns False. Two of vLLM's caches need such names. With both
-    caches off, vLLM numbers the items from 1 in each process, so that images of two processes could
-    have the same name.
+    Otherwise logs a warning and returns False. Two of vLLM's caches need names of such items. With
+    both caches off, vLLM numbers the items from 1 in each process, so no other process finds them.
+    What encoders made of items may also come from other processes, by a name that a client chose.
     """
     options = getattr(vllm_config.model_config, "multimodal_config", None)
-    if options is None or vllm_config.cache_config.enable_prefix_caching:
+    if options is None:
         return True
-    if getattr(options, "mm_processor_cache_gb", 1):
-        return True
-    log.warning(
-        "requests with images, sounds or videos bypass the pool: without prefix caching and with"
-        " --mm-processor-cache-gb 0 vLLM does not hash such items"
-    )
-    return False
+    why = ""
+    has_cache = vllm_config.cache_config.enable_prefix_caching
+    if not (has_cache or getattr(options, "mm_processor_cache_gb", 1)):
+        why = (
+            "without prefix caching and with --mm-processor-cache-gb 0 vLLM does not hash such"
+            " items"
+        )
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        why = "with --ec-transfer-config vLLM takes what an encoder made of them from elsewhere"
+    if why:
+        log.warning("requests with images, sounds or videos bypass the pool: %s", why)
+    return not why
+
+
+def tells_paths_apart() -> bool:
+    """Returns whether vLLM's prefix cache tells LoRA adapters of one name apart by their paths."""
+
+    def extra_keys_at(path: str) -> Any:
+        adapter = SimpleNamespace(lora_name="name", lora_path=path, lora_int_id=1)
+        request = SimpleNamespace(
+            lora_request=adapter, mm_features=[], cache_salt=None, prompt_embeds=None
+        )
+        return kv_cache_utils.generate_block_hash_extra_keys(request, 0, 1, 0)
+
+    try:
+        return bool(extra_keys_at("/one") != extra_keys_at("/other"))
+    except (AttributeError, TypeError):  # another vLLM
+        return False
 
 
 def layout_of(
@@ -112,6 +134,7 @@ def layout_of(
         return _own_layers(kv_cache_config, views, tp_size)
 
     layers, pipeline = _all_layers(own_layers)
+    has_items = getattr(vllm_config.model_config, "multimodal_config", None) is not None
     own_name, first = next(iter(views.items()))
     hf_config = vllm_config.model_config.hf_text_config
     weights = vllm_config.model_config.quantization
@@ -130,6 +153,7 @@ def layout_of(
         tp_size=tp_size,
         draft_layers=max(0, len(layers) - getattr(hf_config, "num_hidden_layers", len(layers))),
         pipeline=pipeline,
+        items="name, sha256" if has_items else None,
     )
     return layout, views
 
@@ -322,58 +346,32 @@ def _page(vllm_config: Any, layer: str) -> str:
     return f"vllm-cpu:{isa}"
 
 
-def keys_of(
-    request: Any, cache: PrefixCacheManager, hashes_items: bool = True
-) -> PromptKeys | None:
+def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> PromptKeys | None:
     """Returns the keys of a request's prompt. They cover all that the prompt's KV depends on.
 
     Returns None if the request must bypass the pool, because its KV depends on something that keys
     do not contain, or because its KV must not be shared. A request bypasses the pool, for example,
-    if its LoRA adapter was loaded in place of another adapter, or if the files of its LoRA adapter
-    cannot be read. Files that cannot be read also cause a warning in the log.
+    if its LoRA adapter was loaded in place of another adapter.
 
-    hashes_items: True if vLLM names images, sounds and videos by their content.
+    content: the digests of the request's items and of its LoRA adapter.
     """
-    features, lora = getattr(request, "mm_features", None) or (), request.lora_request
+    lora = request.lora_request
     # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
     # earlier request after the prompt's end, so a request with a salt must not share pages.
     has_pages = cache.namespace.fields["page"] is not None
     if (
-        request.prompt_token_ids is None
+        not content.may_share
+        or request.prompt_token_ids is None
         or request.prompt_embeds is not None
         or request.pooling_params is not None
         or getattr(request, "resumable", False)
         or getattr(lora, "load_inplace", False)
         or (has_pages and request.cache_salt)
-        or (features and not hashes_items)
     ):
         return None
-    digest = _lora_digest(lora.lora_int_id, lora.lora_path) if lora else b""
-    if digest is None:
-        return None
-    items = [
-        MultimodalItem(
-            feature.mm_position.offset,
-            feature.mm_position.length,
-            (getattr(feature, "mm_hash", None) or feature.identifier).encode(),
-        )
-        for feature in features
-    ]
     return cache.keys(
         request.prompt_token_ids,
-        lora=digest,
+        lora=content.lora,
         cache_salt=(request.cache_salt or "").encode(),
-        items=sorted(items, key=lambda item: item.offset),
+        items=content.items,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _lora_digest(number: int, path: str) -> bytes | None:
-    """Returns a digest of a LoRA adapter's files, made once; None if they cannot be read."""
-    try:
-        weights = weights_revision(path, Settings.model_construct(weights=None))
-        config = (Path(path) / "adapter_config.json").read_bytes()
-    except (PDStoreError, OSError) as error:
-        log.warning("requests with the LoRA adapter in %s bypass the pool: %s", path, error)
-        return None
-    return hashlib.sha256(config).digest() + weights.encode()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pdstore.adapters.vllm.contents import Content, Contents
 from pdstore.adapters.vllm.describe import keys_of
 from pdstore.adapters.vllm.messages import (
     NULL_BLOCK,
@@ -48,7 +49,7 @@ class PDStoreConnectorScheduler:
 
     may_follow: as `EngineRequest` takes it.
     number: this instance's number among the data-parallel instances that start together.
-    hashes_items: False if requests with images, sounds or videos must not use the pool.
+    contents: makes digests of requests' images, sounds, videos and LoRA adapters.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
     patience_s: seconds that a step waits, in all, for answers to its new lookups. A store on this
       host answers in about a millisecond if the prompt is long. A request whose lookup has no
@@ -63,7 +64,7 @@ class PDStoreConnectorScheduler:
     metrics: Metrics
     may_follow: bool = True
     number: int = 0
-    hashes_items: bool = True
+    contents: Contents = field(default_factory=Contents)
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
     patience_s: float = 0.003
@@ -77,6 +78,7 @@ class PDStoreConnectorScheduler:
         self._reporting: Reporting | None = None
         self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
+        self._bypassing: set[str] = set()
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._patience_left_s = self.patience_s
         self._loads: list[tuple[str, LoadPlan | None, BlockTables]] = []
@@ -108,14 +110,19 @@ class PDStoreConnectorScheduler:
         log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 
     def add(self, request: Any) -> EngineRequest | None:
-        """Starts the lookup of a new request. Returns None if the request must not use the pool."""
+        """Starts the lookup of a new request, as soon as the digests for its keys are known.
+
+        Returns None if they are not known yet, or if the request must not use the pool.
+        """
         known = self._requests.get(request.request_id)
-        if known is not None or self._cache is None:
+        if known is not None or self._cache is None or request.request_id in self._bypassing:
             return known and known[1]
-        if not self._may_use_pool(request):
+        content = self.contents.content_of(request)
+        if not (content.is_known and self._may_use_pool(request)):
             return None
-        keys = keys_of(request, self._cache, self.hashes_items)
+        keys = keys_of(request, self._cache, content)
         if keys is None:
+            self._bypass(request, self._cache)
             return None
         headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
         state = EngineRequest(
@@ -136,12 +143,15 @@ class PDStoreConnectorScheduler:
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
         """Returns how many tokens after `num_computed` can be loaded; None if not known yet."""
-        state = self.add(request)
+        began = time.monotonic()
+        content = self._content_of(request)
+        state = self.add(request) if content.is_known else None
         if state is None:
-            return 0
+            return 0 if content.is_known else None
         if num_computed and self._weights.is_cache_stale:
             state.leave_pool()  # what vLLM's own cache has may be KV of earlier weights
-        began = time.monotonic()
+        if not content.may_share:
+            state.leave_pool()
         is_known = state.poll(self._patience_left_s)
         self._patience_left_s = max(0.0, self._patience_left_s - (time.monotonic() - began))
         if not is_known:
@@ -224,6 +234,8 @@ class PDStoreConnectorScheduler:
         request_id = request.request_id
         self.saves.forget_tables(request_id)
         self._unsettled.discard(request_id)
+        self._bypassing.discard(request_id)
+        self.contents.forget(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
@@ -255,9 +267,30 @@ class PDStoreConnectorScheduler:
 
     def close(self) -> None:
         self._records.close()
+        self.contents.close()
         for each in (self._cache, self._reporting):
             if each is not None:
                 each.close()
+
+    def _content_of(self, request: Any) -> Content:
+        """Returns the digests of a request that vLLM would compute now, if they are known.
+
+        vLLM does not wait for them if a request asks for the log probabilities of its prompt.
+        """
+        waits = not getattr(request, "skip_reading_prefix_cache", False)
+        content = self.contents.content_of(request, self._patience_left_s, must_decide=not waits)
+        for request_id in self.contents.pop_distrusted():
+            if (known := self._requests.get(request_id)) is not None:
+                known[1].leave_pool()
+        return content
+
+    def _bypass(self, request: Any, cache: PrefixCacheManager) -> None:
+        """Leaves a request alone; a D that was asked at the same time need not wait for P."""
+        self._bypassing.add(request.request_id)
+        params = _params_of(request)
+        handoff = Handoff.of(params)
+        if handoff is not None and cache.is_prefill(params):
+            self._aborted.append(handoff.id)
 
     def _may_use_pool(self, request: Any) -> bool:
         """Returns False if weights were written and a new request's KV may be of the earlier ones.

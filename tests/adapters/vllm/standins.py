@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+
 
 class BlockPool:
     """Counts references to blocks, as vLLM's BlockPool does."""
@@ -44,3 +53,26 @@ def vllm_request(prompt, **changes):
         "all_token_ids": prompt,
     }
     return SimpleNamespace(**usual | changes)
+
+
+def item(**data):
+    """The processed data of an image, sound or video, as vLLM's processor makes it."""
+    field = MultiModalBatchedField()
+    return MultiModalKwargsItem(
+        {name: MultiModalFieldElem(value, field) for name, value in data.items()}
+    )
+
+
+def picture(seed, name="img-0", *, data=None, offset=70, **changes):
+    """A picture of random pixels in a request, under the name that a client has given it."""
+    if data is None:
+        chance = torch.Generator().manual_seed(seed)
+        data = item(pixel_values=torch.rand(3, 8, 8, generator=chance))
+    usual = {
+        "data": data,
+        "modality": "image",
+        "identifier": name,
+        "mm_hash": name,
+        "mm_position": PlaceholderRange(offset, 16),
+    }
+    return MultiModalFeatureSpec(**usual | changes)

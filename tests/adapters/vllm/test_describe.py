@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
+from pdstore.adapters.vllm.contents import PLAIN
 from pdstore.adapters.vllm.describe import (
     hashes_items,
     keys_of,
@@ -27,6 +28,7 @@ from pdstore.adapters.vllm.describe import (
     refuse_unsupported,
     revision_of,
     settings_of,
+    tells_paths_apart,
 )
 from pdstore.errors import ConfigError, LayoutError
 from tests.adapters.vllm.standins import vllm_request
@@ -188,36 +190,12 @@ def test_a_cache_whose_rows_are_not_one_tokens_is_refused_by_its_name(
 )
 def test_what_tokens_do_not_name_has_no_keys(instance, changes):
     cache = instance().cache
-    assert keys_of(vllm_request([1, 2], **changes), cache) is None
-    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is not None
+    assert keys_of(vllm_request([1, 2], **changes), cache, PLAIN) is None
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache, PLAIN) is not None
     object.__setattr__(cache.namespace, "fields", {**cache.namespace.fields, "page": "packed"})
-    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache) is None, (
+    assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache, PLAIN) is None, (
         "a packed page may hold more"
     )
-
-
-def adapter(directory, weights):
-    directory.mkdir(parents=True)
-    (directory / "adapter_config.json").write_text("{}")
-    (directory / "adapter_model.safetensors").write_bytes(weights)
-    return SimpleNamespace(lora_int_id=1, lora_name="mine", lora_path=str(directory))
-
-
-def test_adapters_of_one_name_and_other_contents_never_share_a_block(instance, tmp_path):
-    cache = instance().cache
-    blocks = {
-        tuple(
-            keys_of(vllm_request([1, 2], lora_request=lora), cache).store_keys(
-                cache.namespace.parts
-            )
-        )
-        for lora in (
-            None,
-            adapter(tmp_path / "a" / "mine", b"first"),
-            adapter(tmp_path / "b" / "mine", b"other"),
-        )
-    }
-    assert len(blocks) == 3
 
 
 @pytest.mark.parametrize(
@@ -235,6 +213,23 @@ def test_vllm_names_images_by_their_content_for_either_cache(prefix_caching, opt
         model_config=SimpleNamespace(multimodal_config=options),
     )
     assert hashes_items(config) is expected
+    config.ec_transfer_config = object()
+    is_text_alone = options is None
+    assert hashes_items(config) is is_text_alone, "what encoders made comes by a client's name"
+
+
+def test_only_a_model_that_takes_images_has_a_namespace_field_for_them(described):
+    of_text, of_images = (
+        described(FullAttentionSpec, multimodal_config=options).namespace(
+            settings_of(config_of()), weights="w"
+        )
+        for options in (None, MultiModalConfig())
+    )
+    assert set(of_images.fields) - set(of_text.fields) == {"items"}
+
+
+def test_this_vllm_tells_adapters_of_one_name_apart_by_their_paths():
+    assert tells_paths_apart()
 
 
 def test_an_indexer_as_old_vllm_describes_it_is_refused_by_name(described):

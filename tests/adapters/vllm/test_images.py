@@ -40,10 +40,12 @@ def picture(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def ask(server, text: str, seed: int, **more: Any) -> dict[str, Any]:
+def ask(server, text: str, seed: int, uuid: str | None = None, **more: Any) -> dict[str, Any]:
+    """The answer about a picture, under the name that a client gives it."""
+    named = {} if uuid is None else {"uuid": uuid}
     content = [
         {"type": "text", "text": text},
-        {"type": "image_url", "image_url": {"url": picture(seed)}},
+        {"type": "image_url", "image_url": {"url": picture(seed)}, **named},
     ]
     body = {
         "messages": [{"role": "user", "content": content}],
@@ -81,7 +83,6 @@ def test_only_the_same_image_is_a_hit(instances):
     assert max(abs(a - b) for a, b in zip(*map(logprobs_of, (one, other)), strict=True)) > 0.01
 
     since = Since(d)
-    assert_same(ask(d, text, 2), other)
     assert_same(ask(d, text, 2, kv_transfer_params=params), other)
     assert since.loaded == 0
     for more in ({"kv_transfer_params": params}, {}):
@@ -102,3 +103,20 @@ def test_where_vllm_only_numbers_images_the_first_of_p_is_not_the_first_of_d(ins
     answer = ask(d, text, 2)
     assert since.loaded == 0
     assert_same(answer, ask(d, text, 2, cache_salt="alone"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("instances", [(), ("--mm-processor-cache-gb=0",)], indirect=True)
+def test_d_never_gets_one_picture_for_another_of_the_same_name(instances):
+    """With its cache of processed pictures, P takes the second one for the first, as vLLM does."""
+    p, d = instances
+    text, params = "what is it? " * 20, None
+    alone = ask(d, text, 2, cache_salt="alone")
+    for seed in (1, 2):
+        hand_off = {"do_remote_decode": True}
+        answer = ask(p, text, seed, "img-0", max_tokens=1, kv_transfer_params=hand_off)
+        params = answer["kv_transfer_params"]
+    assert_idle(p)
+    since = Since(d)
+    assert_same(ask(d, text, 2, "img-0", kv_transfer_params=params), alone)
+    assert since.loaded == 0

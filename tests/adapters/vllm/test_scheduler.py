@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
-from pdstore import Layout, open_store
+from pdstore import open_store
 from pdstore.adapters.vllm.messages import (
-    PDStoreConnectorMetadata,
-    RankLayout,
     RankWeights,
     StepReport,
 )
-from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
-from pdstore.adapters.vllm.stats import StepMetrics
 from pdstore.engine.request import JobEnd
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId
-from tests.adapters.vllm.standins import BlockPool, vllm_request
-from tests.support.kv import LAYERS, Instance, eventually, settings_of
-
-BLOCK, PROMPT = 64, list(range(1, 301))
-TABLE = [10, 11, 12, 13, 14]
-
-
-@pytest.fixture
-def url(tmp_path):
-    return f"file://{tmp_path}/pool"
-
-
-def namespace_of(settings, weights="w"):
-    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=BLOCK, rope="")
-    return layout.namespace(settings, weights=weights)
-
-
-@pytest.fixture
-def scheduler_of(url, closed_after):
-    """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
-
-    def make(*, metrics=None, **changes):
-        options = ("may_follow", "patience_s", "longest_prompt", "weights_of", "num_ranks")
-        given = {name: changes.pop(name) for name in options if name in changes}
-        settings = settings_of(**{"store": url, **changes})
-        num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
-        scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
-        scheduler.saves.block_pool = BlockPool()
-        scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
-        return closed_after(scheduler)
-
-    return make
+from tests.adapters.vllm.scheduler_kit import BLOCK, PROMPT, TABLE, found, idle_step, step
+from tests.adapters.vllm.scheduler_kit import scheduler_of as scheduler_of
+from tests.adapters.vllm.scheduler_kit import url as url
+from tests.adapters.vllm.standins import picture, vllm_request
+from tests.support.kv import Instance, settings_of
 
 
 @pytest.fixture
@@ -77,35 +45,6 @@ def loaded(request_id="r", num_tokens=300, reason=None):
 def saved_with(save, reason):
     """The report of a save that has ended."""
     return StepReport(ended=[JobEnd(save.request_id, 0, Direction.SAVE, 0, reason)])
-
-
-def step(scheduler, asked, num_tokens):
-    """The metadata of a step that computes tokens of a request."""
-    output = SimpleNamespace(
-        num_scheduled_tokens={asked.request_id: num_tokens},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
-    )
-    metadata = idle_step(scheduler)
-    scheduler.add_saves(metadata, output)
-    asked.num_computed_tokens += num_tokens
-    return metadata
-
-
-def idle_step(scheduler):
-    """The metadata of a step that computes nothing."""
-    metadata = PDStoreConnectorMetadata()
-    scheduler.add_loads(metadata)
-    return metadata
-
-
-def found(scheduler, asked, num_computed=0):
-    """The answer to a lookup, once there is one."""
-
-    def answer():
-        num_tokens = scheduler.num_found(asked, num_computed)
-        return None if num_tokens is None else [num_tokens]
-
-    return eventually(answer)[0]
 
 
 def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
@@ -292,5 +231,5 @@ def test_no_request_uses_the_pool_until_all_ranks_have_told_and_none_with_an_ima
     assert p.add(request()) is None
     p.report(StepReport(weights={0: RankWeights(1, b"", 1, 1), 1: RankWeights(1, b"", 1, 1)}))
     assert p.add(request()) is not None
-    image = vllm_request(PROMPT, request_id="image", mm_features=[SimpleNamespace()])
+    image = vllm_request(PROMPT, request_id="image", mm_features=[picture(1)])
     assert p.add(image) is None

@@ -1,0 +1,73 @@
+"""The connector's scheduler side as vLLM drives it: requests, steps, and answers to lookups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pdstore import Layout
+from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
+from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
+from pdstore.adapters.vllm.stats import StepMetrics
+from tests.adapters.vllm.standins import BlockPool
+from tests.support.kv import LAYERS, eventually, settings_of
+
+BLOCK, PROMPT = 64, list(range(1, 301))
+TABLE = [10, 11, 12, 13, 14]
+OPTIONS = ("may_follow", "patience_s", "longest_prompt", "weights_of", "num_ranks", "contents")
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/pool"
+
+
+def namespace_of(settings, weights="w"):
+    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=BLOCK, rope="")
+    return layout.namespace(settings, weights=weights)
+
+
+@pytest.fixture
+def scheduler_of(url, closed_after):
+    """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
+
+    def make(*, metrics=None, **changes):
+        given = {name: changes.pop(name) for name in OPTIONS if name in changes}
+        settings = settings_of(**{"store": url, **changes})
+        num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
+        scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
+        scheduler.saves.block_pool = BlockPool()
+        scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
+        return closed_after(scheduler)
+
+    return make
+
+
+def step(scheduler, asked, num_tokens):
+    """The metadata of a step that computes tokens of a request."""
+    output = SimpleNamespace(
+        num_scheduled_tokens={asked.request_id: num_tokens},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
+    )
+    metadata = idle_step(scheduler)
+    scheduler.add_saves(metadata, output)
+    asked.num_computed_tokens += num_tokens
+    return metadata
+
+
+def idle_step(scheduler):
+    """The metadata of a step that computes nothing."""
+    metadata = PDStoreConnectorMetadata()
+    scheduler.add_loads(metadata)
+    return metadata
+
+
+def found(scheduler, asked, num_computed=0):
+    """The answer to a lookup, once there is one."""
+
+    def answer():
+        num_tokens = scheduler.num_found(asked, num_computed)
+        return None if num_tokens is None else [num_tokens]
+
+    return eventually(answer)[0]
