@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 from tests.adapters.vllm.asking import ANSWER_S, MOST_DIFFERENCE, Since, assert_idle
-from tests.adapters.vllm.conftest import switched_on
+from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.vllm_vision import IMAGE_TOKENS, PIXELS, make_vision
 
+UNCACHED = (*CACHING, "--mm-processor-cache-gb=0")
 UNHASHED = ("--no-enable-prefix-caching", "--mm-processor-cache-gb=0")
 
 
@@ -106,9 +107,9 @@ def test_where_vllm_only_numbers_images_the_first_of_p_is_not_the_first_of_d(ins
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("instances", [(), ("--mm-processor-cache-gb=0",)], indirect=True)
+@pytest.mark.parametrize("instances", [(), UNCACHED], indirect=True)
 def test_d_never_gets_one_picture_for_another_of_the_same_name(instances):
-    """With its cache of processed pictures, P takes the second one for the first, as vLLM does."""
+    """P's vLLM takes the second for the first: by its cache of processed pictures, or of KV."""
     p, d = instances
     text, params = "what is it? " * 20, None
     alone = ask(d, text, 2, cache_salt="alone")
