@@ -13,7 +13,6 @@ import pytest
 
 from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.servers import Launcher, Server
-from tests.adapters.vllm.standins import vllm_config
 from tests.support.instances import store as store
 from tests.support.kv import Instance, settings_of
 from tests.support.otlp_receiver import OTLPReceiver, receiving
@@ -75,6 +74,7 @@ def instance(store, closed_after):
 def worker(instance):
     """A worker that has begun with the instance's pool."""
     from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+    from tests.adapters.vllm.standins import vllm_config
 
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     metrics = instance.pool.metrics
