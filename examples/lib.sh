@@ -77,6 +77,17 @@ find_model() {
     (cd "$MODEL" && pwd)
 }
 
+# choose_store: takes the pool that Mooncake's variables name, if no store is named.
+choose_store() {
+    local name
+    for name in MOONCAKE_CONFIG_PATH MOONCAKE_MASTER MOONCAKE_MASTER_SERVER_ADDR; do
+        if [[ -z ${PDSTORE_STORE:-} && -n ${!name:-} ]]; then
+            PDSTORE_STORE=mooncake://
+            printf 'pool mooncake:// (%s=%s)\n' "$name" "${!name}" >&2
+        fi
+    done
+}
+
 # serve ROLE PORT OPTIONS...: replaces the script by one engine instance that uses the pool.
 serve() {
     local role=$1 port=$2 engine=mini dry_run='' python module model options=()
@@ -102,6 +113,7 @@ serve() {
     [[ -z $dry_run ]] || options=("$dry_run")
     model=$(find_model "$python")
     export PD_TRANSFER_VIA_STORAGE=1
+    choose_store
     [[ -z ${PDSTORE_STORE:-} ]] || export PDSTORE_STORE
     printf '%s on http://127.0.0.1:%s with PD_TRANSFER_VIA_STORAGE=1 (set by this script), model %s\n' \
         "$role" "$port" "$model" >&2

@@ -4,7 +4,8 @@
 #   examples/run_decode.sh [--port N] [--store URL] [--model DIR] [--engine NAME] [-- ENGINE OPTIONS]
 #
 #   --port    or DECODE_PORT    where it listens (8200)
-#   --store   or PDSTORE_STORE  the pool, the same for P and D (file://, a directory of this user)
+#   --store   or PDSTORE_STORE  the pool, the same for P and D (file://, a directory of this user;
+#                               with MOONCAKE_MASTER and its like that pool: deploy/mooncake.md)
 #   --model   or MODEL          a checkpoint; else a tiny one is trained, once, in a minute
 #   --engine                    mini (the default), vllm, or sglang (which needs --model)
 #   --dry-run                   print sglang's command and start nothing

@@ -4,7 +4,7 @@
 #   examples/run_pd_storage.sh [--store STORE] [--engine NAME] [--model DIR] [--json FILE]
 #
 #   --store    file, redis or mooncake: a fresh one. Or the URL of a pool that runs. Default: that
-#              of PDSTORE_STORE, else file
+#              of PDSTORE_STORE, else of MOONCAKE_MASTER or MOONCAKE_CONFIG_PATH, else file
 #   --engine   mini (the default) or vllm
 #   --model    or MODEL: a checkpoint; else a tiny one is trained, once, in a minute
 #   --json     write the results to a file, too

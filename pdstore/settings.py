@@ -1,6 +1,7 @@
 """Settings: all settings of pdstore, from environment variables and arguments.
 
-This module also reads XDG_CACHE_HOME, and sets environment variables that other libraries read.
+This module also reads XDG_CACHE_HOME and Mooncake's variables, and sets environment variables that
+other libraries read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     BeforeValidator,
@@ -40,6 +41,34 @@ def set_missing_variables(defaults: Mapping[str, str]) -> None:
     """Sets environment variables, before a library reads them, unless the user has set them."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+_FILES_OF_MOONCAKE = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
+
+
+class MooncakeSources(NamedTuple):
+    """Mooncake's settings in the environment, as other programs keep them.
+
+    variables: those named MOONCAKE_*.
+    path, text: the JSON file that a variable names, and what it contains; None if there is none.
+    """
+
+    variables: dict[str, str]
+    path: str | None = None
+    text: str | None = None
+
+
+def mooncake_sources() -> MooncakeSources:
+    """Returns Mooncake's variables and JSON file. Raises ConfigError if the file cannot be read."""
+    variables = {name: of for name, of in os.environ.items() if name.startswith("MOONCAKE_")}
+    named = next((name for name in _FILES_OF_MOONCAKE if os.environ.get(name)), None)
+    if named is None:
+        return MooncakeSources(variables)
+    path = os.environ[named]
+    try:
+        return MooncakeSources(variables, path, Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read Mooncake's file {path}, of {named}: {error}") from error
 
 
 _PREFIX = "PDSTORE_"

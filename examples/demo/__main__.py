@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--store",
         help="file, redis or mooncake: a fresh one. Or the URL of a pool. Default: PDSTORE_STORE,"
-        " else file",
+        " else the pool of MOONCAKE_MASTER or MOONCAKE_CONFIG_PATH, else file",
     )
     add("--engine", choices=sorted(ENGINES), default="mini", help="default: %(default)s")
     add("--model", type=Path, help="a checkpoint; else a tiny one is trained, once, in a minute")

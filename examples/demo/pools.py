@@ -16,6 +16,8 @@ from pdstore.errors import ConfigError
 from pdstore.store.url import StoreURL
 
 KINDS = ("file", "redis", "mooncake")
+MOONCAKE_VARIABLES = ("MOONCAKE_CONFIG_PATH", "MOONCAKE_MASTER", "MOONCAKE_MASTER_SERVER_ADDR")
+"""Variables that name a Mooncake pool, for `serve` in examples/lib.sh too."""
 _PING_S = 0.5
 
 
@@ -38,11 +40,14 @@ class Choice(NamedTuple):
 
 
 def choose(given: str | None, variables: Mapping[str, str]) -> Choice:
-    """Chooses by `--store`, else by PDSTORE_STORE, else files."""
+    """Chooses by `--store`, else by PDSTORE_STORE, else by Mooncake's variables, else files."""
     if given:
         return Choice(given, "--store")
     if variables.get("PDSTORE_STORE"):
         return Choice(variables["PDSTORE_STORE"], "PDSTORE_STORE")
+    for name in MOONCAKE_VARIABLES:
+        if variables.get(name):
+            return Choice("mooncake://", f"{name}={variables[name]}")
     return Choice("file", "neither --store nor PDSTORE_STORE")
 
 

@@ -42,7 +42,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
 from pdstore.store.file.store import FileStore
-from pdstore.store.optional import DoubtsServer, Room, TellsRoom, find_optional
+from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, find_optional
 from pdstore.store.seal import seal_store
 from pdstore.worker.movers import check_values_fit
 
@@ -83,6 +83,8 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
     store = seal_store(plain, settings)
     if "store" not in settings.model_fields_set:
         yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
+    if (tells := find_optional(plain, TellsOrigins)) is not None:
+        yield info(url.partition("://")[0], tells.origins)
     try:
         tried = try_store(settings, store)
         yield tried

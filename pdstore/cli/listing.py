@@ -29,6 +29,7 @@ from pdstore.store.wrappers import WrapperStore
 _HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # anyone who can write may make other keys
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
+_MOST_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
 _MOST_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
 
 
@@ -55,6 +56,8 @@ class OpenPool(NamedTuple):
         length = self.lists.length_of(key) if self.lists else None
         if length is None:
             return None
+        if length > _MOST_BYTES:
+            raise BadValue(f"it is {size(length)} long, which no value of pdstore's is")
         if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
             length -= self.store.added_bytes
         header = None
@@ -160,11 +163,13 @@ class NamespaceUse:
         self.counts[key.kind] += 1
         if key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MOST_PARTS:
             self.parts.add(Part(key.group, key.shard))
-        if key.kind is Kind.BLOCK:
+        if key.kind is Kind.BLOCK and value.num_bytes <= _MOST_BYTES:
             self.sample = value
-        if value.age_s is not None:
-            self.youngest_s = min(value.age_s, self.youngest_s or value.age_s)
-            self.oldest_s = max(value.age_s, self.oldest_s or value.age_s)
+        if value.age_s is not None:  # 0 is an age: redis tells whole seconds
+            before = (self.youngest_s, self.oldest_s)
+            known_s = [value.age_s, *(each for each in before if each is not None)]
+            self.youngest_s = min(known_s)
+            self.oldest_s = max(known_s)
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
@@ -193,7 +198,7 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
     with open_pool(url) as pool:
         values = pool.listed_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
         label = pool.store.label
-    youngest = nsmallest(limit or len(values), values, key=lambda v: (v.age_s or inf, v.key))
+    youngest = nsmallest(limit or len(values), values, key=_by_use)
     rows = [_line(v) for v in youngest]
     total = sum(value.num_bytes for value in values)
     note = f"{counted(len(values), 'value')}, {size(total)}"
@@ -206,6 +211,11 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
         {"store": label, "num_values": len(values), "bytes": total, "values": document},
         [table([">used", ">size", "kind", "namespace", "group:shard:name"], rows), muted(note)],
     )
+
+
+def _by_use(value: StoredValue) -> tuple[float, str]:
+    """Sorts values used last first, and those whose age is not known last."""
+    return inf if value.age_s is None else value.age_s, value.key
 
 
 def du(url: str | None) -> Answer:
@@ -271,7 +281,7 @@ def inspect(url: str | None, text: str) -> Answer:
             header = pool.read(key)
             verdict = _verdict(said, header)
         except BadValue as error:
-            why = _UNREADABLE.get(reason_of(error), "damaged: its checksum is wrong")
+            why = _UNREADABLE.get(reason_of(error), f"damaged: {error}")
             verdict = f"{why}, and nobody will use it"
     facts: dict[str, Json] = {"key": key, "kind": said.kind.value, "verdict": verdict}
     if listed is not None:
@@ -307,7 +317,7 @@ def _verdict(said: StoredKey, header: Header | None) -> str:
 
 def _shown(name: str, value: Json) -> str:
     if name == "age_s":
-        return f"{age(value if isinstance(value, float) else None)} since its last use"
+        return f"{age(value if isinstance(value, int | float) else None)} since its last use"
     if name.endswith("bytes") and isinstance(value, int):
         return f"{value:,} ({size(value)})"
     return str(value)

@@ -128,6 +128,15 @@ class DoubtsServer(Protocol):
 
 
 @runtime_checkable
+class TellsOrigins(Protocol):
+    """A store that may be described elsewhere than in its URL, as in others' variables."""
+
+    @property
+    def origins(self) -> str:
+        """Text for a line: the store's values, each with where it comes from; no secret."""
+
+
+@runtime_checkable
 class EvictsByUse(Protocol):
     """A store that evicts the values used longest ago. It tells their age, and evicts when asked.
 

@@ -17,6 +17,9 @@ _ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
 _WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
 
 
+_OF_REDIS = ("redis", "rediss", "valkey", "valkeys")
+
+
 @dataclass(repr=False)
 class StoreURL:
     """A parsed store URL.
@@ -117,7 +120,10 @@ class StoreURL:
     def finish(self, known: str) -> None:
         """Raises ConfigError, which lists the `known` options, if an option or a host is left."""
         if self.more_hosts:
-            raise ConfigError(f"{self.label}: only one host can be used")
+            hint = ""
+            if self.scheme.partition("+")[0] in _OF_REDIS:
+                hint = f": several hosts are {self.scheme}+cluster:// or {self.scheme}+sentinel://"
+            raise ConfigError(f"{self.label}: only one host can be used{hint}")
         if self.options:
             raise ConfigError(
                 f"{self.label}: unknown option {min(self.options)!r}; known: {known or 'none'}"
@@ -138,6 +144,11 @@ def _problem_of(text: str, parts: SplitResult) -> str:
     """Returns what is wrong with a URL that could be split; an empty text if nothing is."""
     if parts.fragment:
         return f"write # as %23{_ESCAPES}"
+    if "$" in (parts.hostname or ""):
+        return (
+            "nothing replaced the variable in it: a shell replaces ${NAME}, but not in single"
+            " quotes or an --env-file; Kubernetes replaces $(NAME) if NAME is set above it"
+        )
     may_hide_one = parts.netloc and not _is_without_password(parts.scheme)
     if may_hide_one and "@" in parts.path + parts.query:
         return f"an @ comes after a / or a ?{_ESCAPES}"

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from pdstore.cli import listing as module
-from pdstore.cli.listing import StoredKey, clear, inspect, ls, open_pool
+from pdstore.cli.listing import StoredKey, clear, du, inspect, ls, open_pool
 from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys
 from pdstore.settings import read_settings
-from pdstore.store import open_store
+from pdstore.store import StoreURL, open_store
 from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import StoredValue
 from pdstore.store.seal import seal_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
@@ -88,6 +89,36 @@ def test_a_damaged_value_and_one_of_another_key_are_told(filled_file, keys, verd
     answer = inspect(filled_file, keys[0])
     assert answer.status == 1
     assert answer.document["verdict"].startswith(verdict)
+
+
+def test_a_value_of_absurd_length_is_told_and_not_read(filled_file, prompts, keys):
+    place = Path(StoreURL.of(filled_file).path)
+    [path] = [path for path in place.rglob("*") if path.name == keys[0]]
+    with path.open("r+b") as file:
+        file.truncate(1 << 41)  # of zeros, which take no room
+    said = inspect(filled_file, keys[0])
+    assert said.status == 1
+    assert "damaged: it is 2.0TiB long" in said.document["verdict"]
+    ids = ",".join("1" * 3)
+    ran = run("explain", "--ids", ids, "--store", filled_file)
+    assert (ran.status, "Traceback" in ran.err) == (1, False)
+
+
+class Aged(MemoryStore):
+    """Lists values of given ages; a store that tells whole seconds has many of 0."""
+
+    def stored_values(self, prefix=""):
+        for number, age_s in enumerate((3.0, 0.0, 7, None, 0)):
+            yield StoredValue(BlockKey(f"pds1:{'c' * 32}:0:0:{number:032x}"), 200, age_s)
+
+
+def test_an_age_of_0_is_the_youngest_and_not_an_unknown_one(monkeypatch):
+    monkeypatch.setattr(module, "open_store", lambda url, settings: Aged())
+    shown = [value["age_s"] for value in ls("memory://", "", 0).document["values"]]
+    assert shown == [0.0, 0, 3.0, 7, None]
+    assert [v["age_s"] for v in ls("memory://", "", 2).document["values"]] == [0.0, 0]
+    [use] = du("memory://").document["namespaces"]
+    assert (use["youngest_s"], use["oldest_s"]) == (0.0, 7)
 
 
 def test_a_sealed_value_is_read_with_its_key_and_with_no_other(file_url, prompts, keys, tmp_path):

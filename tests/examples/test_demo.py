@@ -100,7 +100,10 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
     [
         (None, {}, "file, a fresh one (neither --store nor PDSTORE_STORE)"),
         ("redis", {"PDSTORE_STORE": URL}, "redis, a fresh one (--store)"),
-        (None, {"PDSTORE_STORE": URL}, URL_LINE),
+        (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"}, URL_LINE),
+        (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
+        (None, {(name := "MOONCAKE_MASTER_SERVER_ADDR"): "h:2"}, f"mooncake:// ({name}=h:2)"),
+        (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),
     ],
 )
 def test_the_pool_is_the_users_unless_another_is_asked_for(

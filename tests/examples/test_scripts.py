@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.pools import MOONCAKE_VARIABLES, choose
 from examples.ports import free_port
 from tests.support.child import child
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ["run_prefill.sh", "run_decode.sh"]
 SCRIPTS = [*ENGINES, "run_router.sh", "run_pd_storage.sh"]
-OURS = ("PYTHON", "VIRTUAL_ENV", "MODEL", "PDSTORE_STORE", "PD_TRANSFER_VIA_STORAGE")
+OURS = (
+    *("PYTHON", "VIRTUAL_ENV", "MODEL", "PDSTORE_STORE", "PD_TRANSFER_VIA_STORAGE"),
+    *MOONCAKE_VARIABLES,
+)
 
 STUB = f"""#!{sys.executable}
 import json, os, sys
@@ -153,6 +157,25 @@ def test_the_script_becomes_the_process_so_that_ctrl_c_reaches_it(
     ) as process:
         output, _ = process.communicate(timeout=30)
     assert json.loads(output)["pid"] == process.pid
+
+
+@pytest.mark.parametrize("script", ENGINES)
+@pytest.mark.parametrize("name", MOONCAKE_VARIABLES)
+def test_mooncakes_variables_name_the_pool_as_they_do_for_the_demo(
+    script: str, name: str, python: Path, model: Path
+) -> None:
+    given = {"PYTHON": python, "MODEL": model, name: "h:2"}
+    done = run(script, "--port", free_port(), **given)
+    chosen = choose(None, {name: "h:2"})
+    assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == chosen.store == "mooncake://"
+    assert f"pool {chosen}" in done.stderr
+
+
+def test_a_store_that_is_named_wins_over_mooncakes_variables(python: Path, model: Path) -> None:
+    given = {"PYTHON": python, "MODEL": model, **dict.fromkeys(MOONCAKE_VARIABLES, "h:2")}
+    done = run("run_decode.sh", "--port", free_port(), "--store", "file:///x", **given)
+    assert json.loads(done.stdout)["env"]["PDSTORE_STORE"] == "file:///x"
+    assert "mooncake" not in done.stderr
 
 
 def test_a_store_that_is_named_wins_over_the_environment(python: Path, model: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import logging
 import socket
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -22,8 +23,9 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.settings import parse_size, set_missing_variables
-from pdstore.store.url import StoreURL
+from pdstore.settings import mooncake_sources, parse_size, set_missing_variables
+from pdstore.store.mooncake.others import Given, fields_of_others
+from pdstore.store.url import StoreURL, without_secret
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
       the library. None means 8 over TCP, else 1.
     lease: the master's --default_kv_lease_ttl, in seconds. The default is the smallest default of
       all Mooncake releases.
+    origins: where each value comes from, `URL`, a variable or a key of a file, by field; a field
+      that is missing has its default.
+    not_lent: the segment that others' settings name, and that `holder` does not lend; else "".
     """
 
     master: str
@@ -63,29 +68,66 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     ssd_path: str = ""
     connections: int | None = Field(None, gt=0, le=64)
     lease: float = Field(5.0, gt=0, lt=1e6)
+    origins: Mapping[str, str] = Field({}, exclude=True, repr=False)
+    not_lent: str = Field("", exclude=True, repr=False)
 
     @classmethod
     def from_url(cls, url: StoreURL) -> MooncakeConfig:
-        """Reads a URL's host and options. Raises ConfigError, which suggests an option's name."""
-        known = sorted(cls.model_fields.keys() - {"master"})
+        """Reads a URL's host and options; without a host, also what others' settings say.
+
+        What the URL names wins. Raises ConfigError, which suggests an option's name.
+        """
+        known = sorted(cls.model_fields.keys() - {"master", "origins", "not_lent"})
         for option in url.options.keys() - known:
             near = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
             hint = f": did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
             raise ConfigError(f"{url.label}: unknown option {option!r}{hint}")
-        if url.path not in ("", "/") or url.more_hosts or not url.host:
+        if url.path not in ("", "/") or url.more_hosts:
             raise ConfigError(f"{url.label}: write mooncake://HOST:PORT, of the one master")
-        host = f"[{url.host}]" if ":" in url.host else url.host
-        given: dict[str, Any] = {name: text for name, text in url.options.items() if text}
+        found = {name: Given(text, "URL") for name, text in url.options.items() if text}
         url.options.clear()
+        if url.host:
+            host = f"[{url.host}]" if ":" in url.host else url.host
+            found["master"] = Given(f"{host}:{url.port or 50051}", "URL")
+            return cls._made(url, found)
+        found = {**fields_of_others(mooncake_sources()), **found}
+        if "master" not in found:
+            raise ConfigError(
+                f"{url.label}: the master is missing: write mooncake://HOST:PORT, or set"
+                " MOONCAKE_MASTER=HOST:PORT, or MOONCAKE_CONFIG_PATH to a JSON file with"
+                " master_server_address"
+            )
+        return cls._made(url, found)
+
+    @classmethod
+    def _made(cls, url: StoreURL, found: dict[str, Given]) -> MooncakeConfig:
+        lends = "topology" in found and str(found["topology"].value).lower() == "embedded"
+        not_lent = ""
+        if "segment" in found and found["segment"].origin != "URL" and not lends:
+            segment = found.pop("segment")  # other programs lend it
+            not_lent = f"{segment.value} ({segment.origin})"
+        values: dict[str, Any] = {name: given.value for name, given in found.items()}
+        origins = {name: given.origin for name, given in found.items()}
         try:
-            config = cls(master=f"{host}:{url.port or 50051}", **given)
+            config = cls(**values, origins=origins, not_lent=not_lent)
         except ValidationError as error:
             [first, *_] = error.errors(include_url=False)
+            name, said = str(first["loc"][0]), first["msg"].removeprefix("Value error, ")
+            origin = origins.get(name)
+            where = "" if origin == "URL" else f" ({origin})"
             raise ConfigError(
-                f"{url.label}: bad {first['loc'][0]} {first['input']!r}: {first['msg']}"
+                f"{url.label}: bad {name} {first['input']!r}{where}: {said}"
             ) from error
         config._check(url)
         return config
+
+    def described(self) -> str:
+        """Returns each value that is not a default, with its origin, on one line."""
+        values = {name: without_secret(str(getattr(self, name))) for name in self.origins}
+        told = ", ".join(f"{name}={values[name]} ({of})" for name, of in self.origins.items())
+        if self.not_lent:
+            told += f"; a segment of {self.not_lent} is not lent: topology=embedded would lend it"
+        return told
 
     @property
     def is_tcp(self) -> bool:

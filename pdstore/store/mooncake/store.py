@@ -50,6 +50,8 @@ _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.
 class MooncakeStore(Store):
     """A store at `mooncake://master:50051?topology=holder`; `MooncakeConfig` lists the options.
 
+    `mooncake://` without a host takes what Mooncake's own variables or JSON file say.
+
     It has one connection to the master, for `match` and `remove`, and one or several (`connections`
     in the URL) that move values. Each is made at its first use. A value stays until the master
     evicts it; the master evicts the least recently leased values first. The pool's id is pinned.
@@ -90,12 +92,20 @@ class MooncakeStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> MooncakeStore:
-        return cls(url.label, MooncakeConfig.from_url(url))
+        config = MooncakeConfig.from_url(url)
+        if url.host:
+            return cls(url.label, config)
+        log.info("mooncake://: %s", config.described())
+        return cls(f"mooncake://{config.master}", config)
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
         MooncakeConfig.from_url(url)
         check_installed()
+
+    @property
+    def origins(self) -> str:
+        return self._config.described()
 
     @property
     def lease_s(self) -> float:

@@ -24,6 +24,13 @@ from pdstore.store.url import StoreURL
 from pdstore.testing.values import start_background
 
 
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if "MOONCAKE_" in name:
+            monkeypatch.delenv(name)
+
+
 def config(url):
     return MooncakeConfig.from_url(StoreURL.of(url))
 
@@ -55,7 +62,7 @@ def test_a_size_is_bytes_or_has_a_unit_of_1024(value, num_bytes):
         ("mooncake://m:1?segmnet=4GB", "did you mean 'segment'"),
         ("mooncake://m:1?zzzz=1", "known: .*segment"),
         ("mooncake://m:1/path", "write mooncake://HOST:PORT"),
-        ("mooncake://", "write mooncake://HOST:PORT"),
+        ("mooncake://", "set MOONCAKE_MASTER=HOST:PORT, or MOONCAKE_CONFIG_PATH"),
         ("mooncake://m:1?topology=both", "'holder' or 'embedded'"),
         ("mooncake://m:1?topology=embedded", "segment=4GB"),
         ("mooncake://m:1?segment=4GB", "write topology=embedded"),
