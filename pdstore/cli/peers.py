@@ -7,11 +7,13 @@ import itertools
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from pydantic import AliasPath, BaseModel, Field
 
+from pdstore.async_runner import AsyncRunner
 from pdstore.cli.answer import Finding, bad, info, ok, warn
 from pdstore.errors import ConfigError
 
@@ -46,10 +48,10 @@ class Peer(BaseModel):
     url: str = ""
 
 
-def _metrics_of(url: str) -> Peer | None:
+def _metrics_of(url: str, timeout_s: float) -> Peer | None:
     address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
     try:
-        text = _get(address).decode("utf-8", "replace")
+        text = _get(address, timeout_s).decode("utf-8", "replace")
         families = list(text_string_to_metric_families(text))
     except (OSError, ValueError, http.client.HTTPException):
         return None
@@ -75,10 +77,10 @@ def _describes(sample: Sample) -> bool:
     return is_named and sample.value > 0
 
 
-def _status_of(url: str) -> Peer | Finding:
+def _status_of(url: str, timeout_s: float) -> Peer | Finding:
     address = url.rstrip("/").removesuffix(_PATH) + _PATH
     try:
-        body = _get(address, Accept="application/json")
+        body = _get(address, timeout_s)
         return Peer.model_validate_json(body).model_copy(update={"url": url})
     except (OSError, ValueError, http.client.HTTPException) as error:
         return _silence(url, error)
@@ -100,17 +102,20 @@ def _silence(url: str, error: Exception) -> Finding:
     )
 
 
-def check_peers(urls: Sequence[str]) -> Iterator[Finding]:
+def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[Finding]:
     """Yields findings: whether all instances use one pool and one namespace.
 
     Each further instance is compared with the first. For an instance without a status page, the
     metric `pdstore_info` is read, which has the pool's id, the store's URL without secrets and the
     namespace's digest, but not the namespace's fields.
+
+    timeout_s: how long one answer may take, from the connection to its last byte. An instance is
+      asked for at most two.
     """
     peers = []
     for url in urls:
-        found = _status_of(url)
-        found = found if isinstance(found, Peer) else _metrics_of(url) or found
+        found = _status_of(url, timeout_s)
+        found = found if isinstance(found, Peer) else _metrics_of(url, timeout_s) or found
         if isinstance(found, Peer):
             peers.append(found)
         else:
@@ -200,15 +205,31 @@ def _compare_stores(first: Peer, other: Peer) -> Iterator[Finding]:
     )
 
 
-def _get(url: str, **headers: str) -> bytes:
+def _get(url: str, timeout_s: float) -> bytes:
     """Returns at most 4 MiB of the body at a URL. Follows redirects, but uses no proxy.
 
+    The time-out of a socket is one for each read, so that a peer which sends a byte now and then
+    would be waited for without end. So the request runs beside its caller, who waits `timeout_s`.
     Raises ConfigError for a URL that is not HTTP; OSError or http.client.HTTPException.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError("a URL begins with http:// or https://")
+    asker: AsyncRunner[bytes] = AsyncRunner("pdstore-peer")
+    asker.launch(partial(_body_of, url, timeout_s))
+    asker.close(0.0)  # the thread ends after this request
+    try:
+        return asker.sync(timeout_s) or b""
+    except TimeoutError:
+        raise TimeoutError(f"its answer did not arrive within {timeout_s:g} s") from None
+
+
+def _body_of(url: str, timeout_s: float) -> bytes:
     # a proxy that the environment names leads to another network
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(url, headers=headers)
-    with opener.open(request, timeout=_TIMEOUT_S) as answer:
-        return bytes(answer.read(_MOST_BYTES))
+    request = urllib.request.Request(url, headers={"Accept": "application/json, text/plain"})
+    try:
+        with opener.open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read(_MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socketserver
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -168,6 +170,35 @@ def test_an_instance_that_does_not_know_its_pool_yet_is_compared_by_its_store():
         assert "its store is redis://b, the other's redis://a" in finding.said
         [finding] = [f for f in check_peers([p, alike]) if f.subject == "pool"]
     assert (finding.level, finding.said.partition(":")[0]) == (Level.INFO, "not compared")
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 4000000\r\n\r\n"])
+def test_a_peer_that_trickles_its_answer_is_not_waited_for_without_end(head):
+    """Bytes come often enough for any limit of one read: of its headers, or of its body."""
+    is_over = threading.Event()
+
+    class Trickling(socketserver.StreamRequestHandler):
+        def handle(self):
+            self.wfile.write(head)
+            with contextlib.suppress(OSError):
+                while not is_over.wait(0.05):
+                    self.wfile.write(b" ")
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Trickling) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        start = time.monotonic()
+        [finding] = check_peers([f"http://127.0.0.1:{server.server_address[1]}"], timeout_s=0.5)
+        took_s = time.monotonic() - start
+        is_over.set()
+        server.shutdown()
+        thread.join()
+    assert finding.level is Level.BAD
+    assert finding.said == "no answer: its answer did not arrive within 0.5 s"
+    assert took_s < 20
 
 
 def test_nobody_there_is_red_in_plain_words():
