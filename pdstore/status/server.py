@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
@@ -30,13 +30,16 @@ from pdstore.store.url import StoreURL, without_secret
 from pdstore.telemetry.reasons import ADVICE
 from pdstore.telemetry.request_record import Journal
 from pdstore.telemetry.spans import Spans
-from pdstore.threads import Ticker
+from pdstore.threads import Deadline, Ticker
 
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")  # as Host: other sites' pages send another
 _TURN_S = 0.2
+_STOP_S = _TURN_S + 4.0  # longer than `take` needs, with which a request may be busy
+_MOST_BYTES = 1 << 20
+_NO_API = "this is pdstore's status page: requests, /health and /metrics are at the port of the API"
 
 
 class StatusServer:
@@ -45,7 +48,8 @@ class StatusServer:
     One thread answers the requests, one after another, which is enough for a few people.
 
     port: 0 takes a free port. Raises ConfigError for a port that another process uses.
-    request_s: after so many seconds, the server closes a connection whose client is silent.
+    request_s: seconds that a client may take to send its request, and to read the answer; then the
+      server closes the connection, however much of it has come.
     """
 
     def __init__(
@@ -58,7 +62,6 @@ class StatusServer:
             raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
         self._server.timeout = _TURN_S
         self._server.request_s = request_s
-        self._longest_turn_s = _TURN_S + 2 * request_s
         self._thread = Ticker("pdstore-status", self._turn)
 
     @property
@@ -67,22 +70,59 @@ class StatusServer:
         return f"http://{_HOST}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stops the server. May be called twice."""
-        if self._thread.stop(self._longest_turn_s):
-            self._server.server_close()
+        """Stops the server, also in the middle of a request. May be called twice."""
+        self._server.hang_up()
+        self._thread.stop(_STOP_S)
+        self._server.server_close()  # a thread that is left looks at no other request
 
     def _turn(self) -> float:
         self._server.handle_request()
         return 0.0
 
 
+class _TimedSocket(socket.socket):
+    """A connection with one time limit for all that it receives, and one for each part it sends.
+
+    A socket's own time-out begins again with each byte that comes.
+    """
+
+    limit_s: float
+    request_deadline: Deadline
+
+    def recv_into(self, *arguments: Any) -> int:  # noqa: ANN401
+        if self.request_deadline.is_over():
+            raise TimeoutError("the request did not arrive in time")
+        self.settimeout(self.request_deadline.remaining_s())
+        return super().recv_into(*arguments)
+
+    def sendall(self, *arguments: Any) -> None:  # noqa: ANN401
+        self.settimeout(self.limit_s)
+        super().sendall(*arguments)
+
+
 class _Server(HTTPServer):
     request_s: float
+    _connection: socket.socket | None = None
+    _is_closing = False
 
     def get_request(self) -> tuple[socket.socket, object]:
-        request, address = super().get_request()
-        request.settimeout(self.request_s)
+        accepted, address = super().get_request()
+        request = _TimedSocket(fileno=accepted.detach())
+        request.limit_s = self.request_s
+        request.request_deadline = Deadline(self.request_s)
+        self._connection = request
         return request, address
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Returns False for a connection that came while the server was being closed."""
+        return not self._is_closing
+
+    def hang_up(self) -> None:
+        """Ends the open connection, which another thread may wait for, and all that come later."""
+        self._is_closing = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Logs the exception of a request, which the base class would write to stderr."""
@@ -100,19 +140,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
-            self.send_error(403, "this page is for this host alone")
+            self._refuse(403, "this page is for this host alone")
         elif self.path == "/":
             self._answer("text/html; charset=utf-8", self._page)
         elif self.path == "/pdstore":
             self._answer("application/json", json.dumps(self._take()).encode())
         else:
-            self.send_error(404)
+            self._refuse(404, _NO_API)
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if length.isdecimal():  # a client that still sends would not see the answer
+            self.rfile.read(min(int(length), _MOST_BYTES))
+        self._refuse(404, _NO_API)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Logs nothing, because an open page sends a request every second."""
 
-    def _answer(self, kind: str, body: bytes) -> None:
-        self.send_response(200)
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers with an error in OpenAI's form; Prometheus shows the message, too."""
+        error = {"message": message, "type": "invalid_request_error", "code": status}
+        self._answer("application/json", json.dumps({"error": error}).encode(), status, message)
+
+    def _answer(
+        self, kind: str, body: bytes, status: int = 200, message: str | None = None
+    ) -> None:
+        self.send_response(status, message)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body)))):
             self.send_header(name, value)
         self.send_header("Cache-Control", "no-store")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
+import time
 
 import httpx
 import pytest
@@ -35,6 +38,15 @@ def connect(closed_after):
     return connect
 
 
+@contextlib.contextmanager
+def running(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    yield
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def get(url, **headers):
     return httpx.get(url, headers=headers, trust_env=False, timeout=10)
 
@@ -43,7 +55,21 @@ def test_the_page_and_the_json(serve):
     url = serve(lambda: {"role": "decode"}).url
     assert get(url).text.startswith("<!doctype html>")
     assert get(f"{url}/pdstore").json() == {"role": "decode"}
-    assert get(f"{url}/else").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/v1/models", "/else"])
+def test_another_path_is_told_where_the_api_is_also_in_the_line_that_prometheus_shows(serve, path):
+    answer = get(serve(dict).url + path)
+    assert answer.status_code == 404
+    assert answer.reason_phrase == answer.json()["error"]["message"]
+    assert "/metrics are at the port of the API" in answer.reason_phrase
+
+
+def test_a_router_that_sends_prompts_to_the_page_is_told_where_the_api_is(serve):
+    url = serve(dict).url + "/v1/completions"
+    answer = httpx.post(url, json={"prompt": "x" * 500_000}, trust_env=False, timeout=10)
+    assert answer.status_code == 404
+    assert "at the port of the API" in answer.json()["error"]["message"]
 
 
 def test_a_port_that_is_taken_names_the_setting(serve):
@@ -55,6 +81,36 @@ def test_a_port_that_is_taken_names_the_setting(serve):
 def test_a_client_that_stops_sending_keeps_it_from_nobody_for_long(serve, connect):
     server = serve(dict, request_s=0.5)
     connect(server.url).sendall(b"GET / HTTP/1.1\r\n")
+    assert get(server.url).status_code == 200
+
+
+@pytest.mark.parametrize("request_s", [0.5, 600.0])
+def test_a_client_that_trickles_holds_neither_the_page_nor_its_end(serve, connect, request_s):
+    """A byte often enough for any limit of one read."""
+    server = serve(dict, request_s=request_s)
+    url = server.url
+    slow, is_over = connect(url), threading.Event()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.05):
+                slow.sendall(b"G")
+
+    with running(trickle):
+        if request_s < 1:
+            assert get(url).status_code == 200
+        start = time.monotonic()
+        server.close()
+        took_s = time.monotonic() - start
+        StatusServer(int(url.rpartition(":")[2]), dict).close()  # the port is free
+        is_over.set()
+    assert took_s < 20
+    assert not [each for each in threading.enumerate() if each.name == "pdstore-status"]
+
+
+def test_a_client_that_does_not_read_the_page_holds_it_for_its_time_alone(serve, connect):
+    server = serve(lambda: {"much": "x" * (32 << 20)}, request_s=0.5)
+    connect(server.url).sendall(b"GET /pdstore HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert get(server.url).status_code == 200
 
 
