@@ -157,7 +157,11 @@ class Handoff:
         return cls(
             id=HandoffId(hexes.pop(_ID), hexes.pop("instance")),
             num_tokens=checked("num_tokens", _is_count, "a count"),
-            fields={plain(name): plain(value) for name, value in (fields or {}).items()},
+            fields={
+                plain(name): plain(text)
+                for name, text in (fields or {}).items()
+                if text is not None
+            },
             **texts,
             **hexes,
         )
@@ -193,10 +197,15 @@ def _is_text(value: object) -> bool:
 
 
 def _is_fields(value: object) -> bool:
-    """Returns whether a value is a small flat object: what is nested may be too deep to print."""
+    """Returns whether a value is a small flat object: what is nested may be too deep to print.
+
+    A null in it counts as absent, as everywhere in a hand-off.
+    """
     if not isinstance(value, Mapping) or len(value) > _MOST_FIELDS:
         return False
-    return all(isinstance(each, str) for pair in value.items() for each in pair)
+    return all(isinstance(name, str) for name in value) and all(
+        text is None or isinstance(text, str) for text in value.values()
+    )
 
 
 def _is_hex(value: object) -> bool:

@@ -96,7 +96,9 @@ def test_what_a_client_says_is_one_plain_line():
 def test_a_null_is_as_if_absent():
     names = ("instance", "num_tokens", "namespace", "fields", "last_save", "weights_files")
     said = {"attempt": "0" * 32} | dict.fromkeys(names)
-    assert Handoff.of({"pdstore": said}) == Handoff.of({"pdstore": {"attempt": "0" * 32}})
+    bare = Handoff.of({"pdstore": {"attempt": "0" * 32}})
+    assert Handoff.of({"pdstore": said}) == bare
+    assert Handoff.of({"pdstore": {"attempt": "0" * 32, "fields": {"dtype": None}}}) == bare
 
 
 @pytest.mark.parametrize("instance", ["cd" * 16, None])
