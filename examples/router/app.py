@@ -41,6 +41,7 @@ FirstTokenOf = Literal["prefill", "decode"]
 log = logging.getLogger("router")
 
 CONNECT_S = 2.0
+_SERVED = ("/v1/completions", "/v1/chat/completions")
 _PROBE_S = 2.0
 # Shorter than a server's own keep-alive (5 s in uvicorn): no call meets a connection just closed.
 _KEEPALIVE_S = 2.0
@@ -86,8 +87,7 @@ def make_app(options: Options, provider: TracerProvider | None = None) -> ASGIAp
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", front.complete, methods=["POST"]),
-            Route("/v1/chat/completions", front.complete, methods=["POST"]),
+            *(Route(path, front.complete, methods=["POST"]) for path in _SERVED),
             Route("/v1/models", front.models),
             Route("/health", front.health),
             Route("/metrics", front.metrics),
@@ -190,8 +190,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such_thing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refusal = Refusal.of(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
-    return await _refused(request, refusal)
+    words = f"{error.detail}: {request.method} {request.url.path}"
+    words += f"; this router serves {' and '.join(_SERVED)}"
+    return await _refused(request, Refusal.of(error.status_code, words))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import anyio
 import httpx
 
+from pdstore.errors import Reason
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 _PASSED_ON = (b"content-type", b"content-length", b"content-encoding", b"retry-after")
@@ -50,11 +52,12 @@ class OpenAnswer:
     def lost(self) -> str | None:
         """D's message if it could not use the hand-off and must not compute; None if it could.
 
-        The mini engine answers 502. vLLM gives one message to all errors of a request, and in a
-        stream it is the first event.
+        The mini engine answers 502 with the reason of a miss as the error's code; a gateway's 502
+        has none. vLLM gives one message to all errors of a request, and in a stream it is the first
+        event.
         """
         if self.status == 502:
-            return _message_of(self.first)
+            return _message_of_miss(self.first)
         is_error = self.status == 500 or self.first.startswith(b'data: {"error"')
         if is_error and _FAILED in self.first:
             return "D could not load what P saved: its log and its metric pdstore_misses say why"
@@ -83,9 +86,11 @@ async def _chain(first: bytes, others: AsyncIterator[bytes] | None = None) -> As
             yield chunk
 
 
-def _message_of(body: bytes) -> str:
-    """Returns the message in an error in OpenAI's form; else a general one."""
+def _message_of_miss(body: bytes) -> str | None:
+    """Returns the message of an error whose code is the reason of a miss; None for any other."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        Reason(error["code"])
+        return str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return "D could not use the hand-off"
+        return None

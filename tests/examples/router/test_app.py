@@ -123,6 +123,14 @@ async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
     assert list(page["reasons"]) == ["prefill: status"]
 
 
+async def test_a_path_that_is_not_served_is_told_with_those_that_are() -> None:
+    async with routed([], [Fake()]) as client:
+        answer = await client.post("/v1/responses", json=BODY)
+    assert answer.status_code == 404
+    said = answer.json()["error"]["message"]
+    assert "POST /v1/responses; this router serves /v1/completions and /v1/chat/completions" in said
+
+
 async def test_a_port_that_is_taken_is_named() -> None:
     taken = StatusServer(0, dict)
     port = int(taken.url.rpartition(":")[2])

@@ -207,6 +207,18 @@ async def test_p_is_asked_once_more_and_d_answers(how: str) -> None:
     assert (len(p.bodies), len(d.bodies)) == (2, 2)
 
 
+@pytest.mark.parametrize("body", ["<html>Bad Gateway</html>", '{"error": {"code": 502}}', "[]"])
+async def test_a_gateways_502_is_no_lost_hand_off_and_is_passed_on(body: str) -> None:
+    async def gateway(asked: dict[str, Any]) -> Response:
+        return Response(body, 502)
+
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake(gateway)
+    async with routed([p], [d], retries=1) as client:
+        got = await client.post("/v1/completions", json=BODY)
+        assert await metric(client, "router_lost_handoffs_total") == 0
+    assert (got.status_code, got.text, len(d.bodies)) == (502, body, 1)
+
+
 async def test_a_502_without_a_hand_off_is_passed_on() -> None:
     p, d = Fake(says({})), Fake(says(DEAD, 502))
     async with routed([p], [d], retries=1) as client:

@@ -110,8 +110,9 @@ async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> Non
 
 
 async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:
+    dead = {"message": "the hand-off fell short: handoff_dead", "code": "handoff_dead"}
     replies = [
-        JSONResponse({"error": {"message": "the hand-off fell short: handoff_dead"}}, 502),
+        JSONResponse({"error": dead}, 502),
         JSONResponse(answer(text=" b", finish_reason="stop")),
     ]
 
