@@ -19,6 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+_OF_THE_ANSWER = (
+    *("stream_options", "min_tokens", "max_completion_tokens", "n", "best_of", "use_beam_search"),
+)
+"""Fields that P must not obey: it computes the prompt once, and one token."""
 ASK_P = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -41,7 +45,7 @@ def make_app(prefill: str, decode: str) -> Starlette:
 
     async def complete(request: Request) -> Response:
         body, path = await request.json(), request.url.path
-        ask_p = {name: body[name] for name in body if name not in ("stream_options", "min_tokens")}
+        ask_p = {name: body[name] for name in body if name not in _OF_THE_ANSWER}
         ask_p |= {"max_tokens": 1, "stream": False, "kv_transfer_params": ASK_P}
         prefilled = await client.post(prefill + path, json=ask_p)
         prefilled.raise_for_status()

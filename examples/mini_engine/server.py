@@ -17,6 +17,7 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -50,7 +51,11 @@ def app_of(engine: Engine) -> Starlette:
             Route("/health", handlers.health),
             Route("/metrics", handlers.metrics),
         ],
-        exception_handlers={RefusedError: _refuse, HTTPException: _refuse},
+        exception_handlers={
+            RefusedError: _refuse,
+            HTTPException: _refuse,
+            ClientDisconnect: _client_left,
+        },
         lifespan=lifespan,
     )
 
@@ -225,6 +230,10 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
         error = RefusedError(error.detail, status=error.status_code)
     assert isinstance(error, RefusedError)
     return JSONResponse(error.body, error.status)
+
+
+async def _client_left(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
 
 
 async def _read(http: HttpRequest) -> bytes:

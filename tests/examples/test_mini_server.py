@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -262,6 +263,7 @@ def test_a_signal_ends_the_process_cleanly(checkpoint, number):
     url = f"http://127.0.0.1:{port}"
     with started("--model", checkpoint, "--port", port, "--num-blocks", 16) as process:
         until(lambda: is_healthy(url, process))
+        leave_within_the_body(port)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
         body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -271,6 +273,12 @@ def test_a_signal_ends_the_process_cleanly(checkpoint, number):
             assert list(lines)[-2:] == ["data: [DONE]", ""]
         assert "Traceback" not in process.communicate(timeout=DEADLINE_S)[1]
         assert process.returncode == 0
+
+
+def leave_within_the_body(port):
+    """Asks as a client does that goes away while it sends; that is no error of the engine."""
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
 
 
 def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 
+import anyio
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from examples.plain_proxy import ASK_P, make_app
 from tests.examples.test_mini_server import TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of, until
+from tests.support.router_kit import Fake, Servers
 
 PROMPT = "A block is stored under its key, and " * 5
 
@@ -130,3 +134,18 @@ def test_d_loads_the_prompt_behind_the_plain_proxy(pair, is_stream):
         answer = client.post("/v1/completions", json=body)
     assert said(answer)["usage"]["pdstore"]["computed_tokens"] == 1
     assert answer.headers["content-type"].startswith("text/event-stream") == is_stream
+
+
+@pytest.mark.anyio
+async def test_p_computes_one_token_whatever_the_answers_length_and_number():
+    p, d = Fake(), Fake()
+    body = {"messages": [], "max_completion_tokens": 40, "n": 3, "best_of": 4}
+    with contextlib.ExitStack() as stack:
+        async with anyio.create_task_group() as group, httpx.AsyncClient() as client:
+            servers = Servers(group, stack)
+            proxy = servers.start(make_app(servers.start(p.app), servers.start(d.app)))
+            await client.post(f"{proxy}/v1/chat/completions", json=body)
+            servers.stop()
+    assert p.bodies[0]["max_tokens"] == 1
+    assert not {"max_completion_tokens", "n", "best_of"} & p.bodies[0].keys()
+    assert d.bodies == [body]
