@@ -18,6 +18,8 @@ from pdstore.errors import StoreError
 _BACK_S = 15.0
 _MORE_FDS = 20  # connections that are kept for a while: the router's, the store's, the clients'
 _NUM_STORES = 4  # P and D open one for lookups and one for jobs
+_BREAKERS = 2
+"""Threads that probe the store: each half of an instance starts one when its store first fails."""
 
 
 class Footprint(NamedTuple):
@@ -70,6 +72,7 @@ class Audit:
             child = self._stage.children[name]
             first, now = self._first.get(child.pid), Footprint.of(child)
             late = self._stage.pool.late_threads + self._stage.options.engine.most_threads
+            late += _BREAKERS
             if first is not None and now.num_threads > first.num_threads + late:
                 found.append(f"{name}: {now.num_threads} threads, {first.num_threads} before")
             more_fds = _MORE_FDS + self._stage.pool.late_fds
