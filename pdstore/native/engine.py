@@ -16,8 +16,6 @@ from pdstore.native.library import Library, checked, joined
 
 log = logging.getLogger(__name__)
 
-_RETURN_S = 0.5
-
 
 class Engine:
     """Makes the block copies of one device and one layout. Any thread may call it.
@@ -27,6 +25,10 @@ class Engine:
     Raises LayoutError for options that do not fit the parts and regions, DeviceError if the device
     cannot be used, SwapError if a call of the device fails.
     """
+
+    # Not globals: when an interpreter ends, an engine may be freed after the globals of its module.
+    _getpid = staticmethod(os.getpid)
+    _RETURN_S = 0.5
 
     def __init__(
         self,
@@ -152,17 +154,17 @@ class Engine:
 
         Does nothing in a forked child, because the parent may have been in a call at the fork.
         """
-        if os.getpid() != self._pid:
+        if self._getpid() != self._pid:
             return
         with self._lock:
-            handle, self._handle = self._handle, c_void_p()
+            handle, self._handle = self._handle, type(self._handle)()
             if not handle:
                 return
             self._calls.pds_stop(handle)
-            if self._lock.wait_for(lambda: self._num_lent == 0, _RETURN_S):
+            if self._lock.wait_for(lambda: self._num_lent == 0, self._RETURN_S):
                 self._calls.pds_close(handle)
             else:
-                log.error("the swap engine is still in use %.1f s after its end", _RETURN_S)
+                log.error("the swap engine is still in use %.1f s after its end", self._RETURN_S)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
@@ -180,6 +182,8 @@ class Ticket:
     handle: the library's pointer to the copy, an argument of its functions.
     """
 
+    _getpid = staticmethod(os.getpid)  # no global, as in an engine
+
     def __init__(self, library: Library, handle: c_void_p) -> None:
         self._calls = library.calls
         self._short_calls = library.short_calls
@@ -191,5 +195,5 @@ class Ticket:
         return checked(self._calls.pds_wait, self.handle, int(timeout_s * 1e6)) != abi.Code.PENDING
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:
+        if self._getpid() == self._pid:
             self._short_calls.pds_free_ticket(self.handle)

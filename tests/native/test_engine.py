@@ -167,6 +167,27 @@ swap.gather([copy_of(layout, Part(0, 0), [1, 2], 8)])
     assert done.returncode == 0
 
 
+def test_engines_and_tickets_that_outlive_their_modules_globals_end_in_silence(library):
+    """Programs end without closing them, and an extension may hold the modules until then."""
+    program = """
+import ctypes, sys, types
+holder = sys.modules["holder"] = types.ModuleType("holder")
+import pdstore.native.engine
+from pdstore.errors import Direction
+from pdstore.native.library import CopyPath
+from tests.support import native_kit
+from tests.support.swap_case import SwapBench
+holder.bench = SwapBench(native_kit.open_library(), native_kit.DEVICES[0], CopyPath.BATCH)
+holder.ticket = holder.bench.swap.start(Direction.SAVE, holder.bench.copies)
+assert holder.ticket.wait(30)
+for module in holder, pdstore.native.engine:  # the later a module came, the sooner it is emptied
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+"""
+    command, root = [sys.executable, "-c", program], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
 def test_a_missing_device_fails_the_constructor(device):
     layout = Layout(
