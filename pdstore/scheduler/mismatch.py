@@ -73,20 +73,31 @@ _OTHER_WEIGHTS = (
 
 
 class MismatchLog:
-    """Logs a message again only after `silence_s`, and no two messages within `pause_s` seconds."""
+    """Logs a message again only after `silence_s`, and few different ones within `pause_s` seconds.
 
-    def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0) -> None:
+    What other instances send is in the messages, so that their number has to be limited: at most
+    `most` of them are logged in `pause_s` seconds. A message that is left out counts as not said.
+    """
+
+    def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0, most: int = 8) -> None:
         self._silence_s = silence_s
         self._pause_s = pause_s
+        self._most = most
         self._said: OrderedDict[str, Deadline] = OrderedDict()
-        self._next = Deadline(0.0)
+        self._pause = Deadline(0.0)
+        self._num_left = 0
 
     def warn(self, message: str, about: str | None = None) -> None:
         """Logs a message unless it is too soon. Messages with equal `about` count as the same."""
         last = self._said.get(about or message)
-        if (last is not None and not last.is_over()) or not self._next.is_over():
+        if last is not None and not last.is_over():
             return
-        self._next = Deadline(self._pause_s)
+        if self._pause.is_over():
+            self._pause = Deadline(self._pause_s)
+            self._num_left = self._most
+        if not self._num_left:
+            return
+        self._num_left -= 1
         self._said[about or message] = Deadline(self._silence_s)
         while len(self._said) > _MOST_MESSAGES:
             self._said.popitem(last=False)

@@ -81,6 +81,26 @@ def test_messages_are_forgotten_in_the_end(caplog):
     assert caplog.text.count("message 0\n") == 2
 
 
+def test_two_different_messages_are_both_told_at_once_and_equal_ones_once(caplog):
+    mismatches = MismatchLog()
+    for message in ("the dtype differs", "the pool differs", "the dtype differs"):
+        mismatches.warn(message)
+        mismatches.warn(f"other tokens than {message}", about="other tokens")
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["the dtype differs", "other tokens than the dtype differs", "the pool differs"]
+
+
+def test_messages_that_peers_make_up_are_few_in_a_second_and_said_later(caplog):
+    mismatches = MismatchLog(pause_s=60.0, most=3)
+    for i in range(100):
+        mismatches.warn(f"message {i}")
+    assert len(caplog.records) == 3
+    soon = MismatchLog(pause_s=0.0, most=1)
+    for i in range(5):
+        soon.warn(f"soon {i}")
+    assert len(caplog.records) == 8
+
+
 @pytest.mark.parametrize("theirs", [b"", b"1" * 16, b"2" * 16])
 @pytest.mark.parametrize("ours", [b"", b"1" * 16])
 def test_a_prompt_is_handed_over_only_between_weights_that_were_updated_alike(
