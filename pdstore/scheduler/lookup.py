@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
@@ -29,7 +29,7 @@ class Match:
 
     keys: the keys of these blocks, an argument for `KVPool.load`.
     num_tokens: the number of tokens in these blocks.
-    reason: why these are not all blocks that were looked up; None if they are.
+    reason: why these are not all blocks of the prompt; None if they are, or all but one token.
     error: the store's error that is behind the reason, if there was one.
     follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
     """
@@ -79,6 +79,7 @@ class Lookup:
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
     wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.
     count: a function that is called with the match when the lookup ends.
+    num_tokens: the tokens of D's prompt, of which `keys` may be the part that P handed over.
     hangs: returns whether the store's call that the lookup needs has hung for too long; no I/O.
     """
 
@@ -90,9 +91,11 @@ class Lookup:
         count: Callable[[Match], None],
         *,
         follows: bool = False,
+        num_tokens: int = 0,
         hangs: Callable[[], bool] = lambda: False,
     ) -> None:
         self.keys = keys
+        self._num_tokens = max(num_tokens, keys.num_tokens)
         self.handoff = handoff
         self.follows = follows
         self.started_at = time.monotonic()
@@ -128,9 +131,15 @@ class Lookup:
         self.finish(Match.miss(self.keys, Reason.CANCELLED))
 
     def finish(self, found: Match) -> None:
-        """Ends the lookup with this match, unless it has ended before."""
+        """Ends the lookup with this match, unless it has ended before.
+
+        P may have handed over less than D's prompt, all of which is found: then the reason for the
+        rest is that nobody stored it. D computes the last token in any case.
+        """
         if self._answers:
             return
+        if found.reason is None and found.num_tokens < self._num_tokens - 1:
+            found = replace(found, reason=Reason.ABSENT)
         self._answers.append(found)  # atomic: one thread's match is the first for all threads
         if self._answers[0] is found:
             self._ended.set()

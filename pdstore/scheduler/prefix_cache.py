@@ -278,7 +278,15 @@ class PrefixCacheManager:
         wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
-        lookup = Lookup(keys, handoff, wait_s, count, follows=follows, hangs=self._hangs(handoff))
+        lookup = Lookup(
+            keys,
+            handoff,
+            wait_s,
+            count,
+            follows=follows,
+            num_tokens=num_tokens,
+            hangs=self._hangs(handoff),
+        )
         refusal = self._refuse()
         if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):
             refusal = Reason.NAMESPACE

@@ -142,6 +142,22 @@ def test_who_follows_a_prompt_of_another_length_follows_the_whole_blocks_of_both
     _, params = p.cache.announce(p.cache.keys(range(theirs)))
     found = d.cache.follow(d.cache.keys(range(ours)), params).wait(10)
     assert (found.num_tokens, found.keys.num_tokens) == (shared, shared)
+    assert found.reason is (None if shared == ours else Reason.ABSENT), "as for 0 tokens"
+    assert found.follow is not None
+
+
+@pytest.mark.parametrize(("theirs", "is_whole"), [(129, True), (130, True), (128, False)])
+def test_a_lookup_that_finds_all_of_a_shorter_prompt_says_that_the_rest_is_absent(
+    instance, theirs, is_whole
+):
+    p, d = instance(), instance()
+    keys = p.cache.keys(range(theirs))
+    handoff, params = p.cache.announce(keys)
+    p.pool.save(keys, BLOCKS, handoff=handoff).wait(20)
+    found = d.cache.lookup(d.cache.keys(range(130)), params).wait(10)
+    assert found.num_tokens == theirs
+    assert found.reason is (None if is_whole else Reason.ABSENT)
+    assert misses(d, Reason.ABSENT) == (0 if is_whole else 1)
 
 
 def test_who_follows_a_prompt_that_shares_no_block_gets_a_reason(instance):
