@@ -214,6 +214,12 @@ _EVICTS = (
 )
 
 
+_EVICTS_ID = (
+    "evicts the pool's id as well, if it was not used for a while: until P and D read the new"
+    " one, each takes the other for an instance of another pool, and its hand-offs are computed"
+)
+
+
 def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     """Yields findings about a store's room for prompts, and about its eviction.
 
@@ -231,8 +237,9 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     yield info("server", f"{room.keeper}, {room.policy}")
     yield _room(room, kv_bytes)
     for policy in room.policy.split(", "):
-        if policy.startswith(("allkeys-", "volatile-")) and not policy.endswith("-lru"):
-            yield warn("eviction", f"{policy} {_EVICTS}", "set maxmemory-policy volatile-lru")
+        if policy.startswith(("allkeys-", "volatile-")) and policy != "volatile-lru":
+            why = _EVICTS_ID if policy == "allkeys-lru" else _EVICTS
+            yield warn("eviction", f"{policy} {why}", "set maxmemory-policy volatile-lru")
     if room.num_evicted and room.capacity_bytes:
         yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:

@@ -56,7 +56,8 @@ def test_a_pool_must_hold_a_prompt(capacity, kv_bytes, level):
 @pytest.mark.parametrize(
     ("policy", "is_right"),
     [
-        *((right, True) for right in ("volatile-lru", "allkeys-lru", "noeviction", "least used")),
+        *((right, True) for right in ("volatile-lru", "noeviction", "least used")),
+        ("allkeys-lru", False),
         *(
             (f"{who}-{what}", False)
             for who in ("volatile", "allkeys")
@@ -71,6 +72,7 @@ def test_a_policy_that_loses_hand_offs_is_yellow_with_the_one_that_does_not(poli
     assert (finding is None) is is_right
     if finding:
         assert (finding.level, finding.remedy) == (Level.WARN, "set maxmemory-policy volatile-lru")
+        assert ("evicts the pool's id" in finding.said) is (policy == "allkeys-lru")
 
 
 @pytest.mark.parametrize(
