@@ -16,7 +16,8 @@ from pdstore.cli.answer import Answer, age, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
 from pdstore.errors import BadValue, ConfigError, MissingExtra
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
-from pdstore.store.optional import StoredValue
+from pdstore.store.base import Store
+from pdstore.store.optional import StoredValue, num_evicted
 
 _ROWS = 12
 _MOST_ID = (1 << 31) - 1
@@ -27,11 +28,13 @@ class Cover(NamedTuple):
 
     blocks: for each block of the prompt, the parts of it that are stored.
     youngest_s: seconds since the last use of any value of the namespace; None if not known.
+    how_gone: how a stored block may have gone from this pool, in words.
     """
 
     keys: PromptKeys
     blocks: Sequence[Sequence[StoredValue]]
     youngest_s: float | None
+    how_gone: str = "was evicted"
 
     @property
     def namespace(self) -> str:
@@ -62,30 +65,52 @@ class Cover(NamedTuple):
         if self.blocks[gap]:
             return (
                 f"{name} has {len(self.blocks[gap])} of {self.num_parts} parts: a rank of P did not"
-                " save its own, or it was evicted"
+                f" save its own, or it {self.how_gone}"
             )
         if any(self.blocks[gap:]):
-            return f"{name} is missing and later ones are there: it was evicted, or was damaged"
+            return (
+                f"{name} is missing and later ones are there: it {self.how_gone}, or was damaged"
+                " and removed"
+            )
         if self.keys.tokens_of(gap) < self.keys.block_tokens:
             return (
                 f"the tail of {self.keys.tokens_of(gap)} tokens is missing: P saved no prompt that"
                 " ends there, or did so longer than PDSTORE_HANDOFF_TTL_S ago"
             )
         if gap:
-            return f"{name} was never saved, or has expired: the prompts differ from there on"
+            return (
+                f"{name} was never saved, because the prompts differ from there on, or it"
+                f" {self.how_gone}"
+            )
         return (
             "not even the first block is there: P did not save this prompt here, or with other"
-            f" token ids, salt or LoRA; the namespace was used {age(self.youngest_s)} ago"
+            f" token ids, salt or LoRA, or it {self.how_gone}; the namespace was used"
+            f" {age(self.youngest_s)} ago"
         )
 
 
-def cover_of(keys: PromptKeys, stored: Mapping[BlockKey, StoredValue], use: NamespaceUse) -> Cover:
-    """Returns which blocks of a prompt are stored."""
+def cover_of(
+    keys: PromptKeys,
+    stored: Mapping[BlockKey, StoredValue],
+    use: NamespaceUse,
+    how_gone: str = "was evicted",
+) -> Cover:
+    """Returns which blocks of a prompt are stored. how_gone: as in `Cover`."""
     blocks = []
     for number in range(len(keys)):
         names = keys.store_keys(keys.namespace.parts, number, number + 1)
         blocks.append([stored[name] for name in names if name in stored])
-    return Cover(keys, blocks, use.youngest_s)
+    return Cover(keys, blocks, use.youngest_s, how_gone)
+
+
+def how_gone(store: Store) -> str:
+    """Returns how a block that was stored may have gone: by its time to live, or by eviction."""
+    if not store.expires_blocks:
+        return "was evicted"
+    expired = "has expired (nothing used it for PDSTORE_BLOCK_TTL_S of the instance that saved it)"
+    if num_evicted(store) == 0:
+        return f"{expired}: this server has evicted nothing"
+    return f"{expired} or was evicted"
 
 
 def explain(
@@ -110,10 +135,11 @@ def explain(
     with open_pool(url) as pool:
         label = pool.store.label
         stored = {value.key: value for value in pool.listed_values()}
+        gone = how_gone(pool.store)
         covers = []
         for use in survey(stored.values()):
             keys = _keys_of(pool, use, cache_salt).extend(token_ids)
-            covers.append(cover_of(keys, stored, use))
+            covers.append(cover_of(keys, stored, use, gone))
     named = [cover for cover in covers if cover.namespace.startswith(namespace)]
     meant = max(named, key=lambda c: (c.num_tokens, sum(map(len, c.blocks))), default=None)
     if meant is None:

@@ -15,7 +15,7 @@ from pdstore.scheduler.lookup import Match
 from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import read_pool_id
-from pdstore.store.optional import TellsRoom, find_optional
+from pdstore.store.optional import num_evicted
 from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
@@ -273,8 +273,8 @@ class Mismatches:
         """Warns that blocks are gone. If they expire, tells that apart from their eviction."""
         ttl_s, message = self._settings.block_ttl_s, _EVICTED
         if self._store.expires_blocks:
-            num_evicted = call_or(partial(_num_evicted, self._store), None)
-            if num_evicted == 0:
+            count = call_or(partial(num_evicted, self._store), None)
+            if count == 0:
                 message = _EXPIRED
             elif ttl_s < self._settings.handoff_ttl_s:  # a marker that D saw is no older than that
                 message = _EVICTED_OR_EXPIRED
@@ -285,15 +285,6 @@ class Mismatches:
             by_files = self._settings.model_copy(update={"weights": None})
             parts = self._weights_of(by_files).split("+")
             self.weights_files = "+".join(part[:24] for part in parts)
-
-
-def _num_evicted(store: Store) -> int | None:
-    """Returns how many values the store's server evicted since its start; None if not known."""
-    teller = find_optional(store, TellsRoom)
-    try:
-        return teller.room().num_evicted if teller is not None else None
-    except StoreError:
-        return None
 
 
 def _updated(digest: str | None) -> str:

@@ -3,10 +3,12 @@
 # Decision: docs/decisions/004-store-contract.md
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
+from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 from pdstore.store.wrappers import GuardedStore, WrapperStore
@@ -188,6 +190,14 @@ def find_optional(store: Store, protocol: type[P]) -> P | None:
         return store if isinstance(store, protocol) else None
     inner = find_optional(store.wrapped, protocol)
     return None if inner is None else cast(P, _Guarded(store, inner))
+
+
+def num_evicted(store: Store) -> int | None:
+    """Returns how many values the store's keeper evicted since its start; None if not known."""
+    teller = find_optional(store, TellsRoom)
+    with contextlib.suppress(StoreError):
+        return teller.room().num_evicted if teller is not None else None
+    return None
 
 
 class _Guarded:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from pdstore.cli.explained import cover_of, explain
+from pdstore.cli.explained import cover_of, explain, how_gone
 from pdstore.cli.listing import NamespaceUse
 from pdstore.errors import ConfigError
 from pdstore.format.keys import Part, PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
-from pdstore.store.optional import StoredValue
+from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import Room, StoredValue
 from tests.cli.conftest import PROMPT
 from tests.support.command import namespace_of, run, run_json, save
+from tests.support.kv import eventually
 
 IDS = ",".join(map(str, PROMPT))
 
@@ -98,3 +102,43 @@ def test_the_end_of_the_run_has_its_reason(missing, num_tokens, why):
     cover = covered(*missing)
     assert cover.num_tokens == num_tokens
     assert cover.why().startswith(why)
+    assert "expired" not in cover.why(), "this store keeps no clock"
+
+
+class Expiring(MemoryStore):
+    """Its blocks have a time to live, and its keeper has evicted some values, or tells nothing."""
+
+    expires_blocks = True
+
+    def __init__(self, num_evicted):
+        super().__init__()
+        self.num_evicted = num_evicted
+
+    def room(self):
+        return Room("a server", 0, None, self.num_evicted, "volatile-lru")
+
+
+def test_expiry_is_told_apart_from_eviction():
+    assert how_gone(MemoryStore()) == "was evicted"
+    never, often, unknown = (how_gone(Expiring(number)) for number in (0, 3, None))
+    assert "PDSTORE_BLOCK_TTL_S" in never
+    assert "was evicted" not in never
+    assert "PDSTORE_BLOCK_TTL_S" in often
+    assert often.endswith("or was evicted")
+    assert unknown == often
+
+
+@pytest.mark.redis
+def test_a_block_that_expired_in_redis_is_not_called_evicted(redis_server, prompts):
+    """The first block is used longest ago, so that it ends before those after it."""
+    server, keys = redis_server(), prompts[0]
+    with contextlib.closing(open_store(server.url, read_settings())) as store:
+        save(store, keys)
+    with server.client() as client:
+        for name in keys.store_keys(keys.namespace.parts, 0, 1):
+            client.pexpire(name, 1)
+        eventually(lambda: not client.exists(name))
+    document = run_json("explain", "--ids", IDS, "--store", server.url)
+    assert document["found_tokens"] == 0
+    assert "block 0 is missing and later ones are there: it has expired" in document["why"]
+    assert "evicted nothing" in document["why"]
