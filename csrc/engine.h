@@ -1,8 +1,8 @@
 // The swap engine of one device and one layout: checks a job, then gives it to a pump.
 //
 // Decision: everything a copy needs belongs to this object and is freed with it: two threads and a
-// crew, four streams, four device rings of a fixed size. A caller's arguments are copied before the
-// call returns. Ids and addresses are checked before anything moves.
+// crew, four streams, and for each a device ring and room for digests. A caller's arguments are
+// copied before the call returns. Ids and addresses are checked before anything moves.
 #pragma once
 #include <unistd.h>
 

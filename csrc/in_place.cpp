@@ -7,6 +7,11 @@
 // soon as it is sealed. So one call saves many values, and yet other instances hear of the first
 // ones while the rest is copied.
 // Decision: docs/decisions/018-in-place.md
+//
+// Decision: the device sums values in the paged cache, both those that it saves and those that it
+// has loaded. Any process of this user may change an arena's byte before or after a copy; then the
+// byte does not fit the sum.
+// Decision: docs/decisions/040-arena-summed-after-the-copy.md
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -25,20 +30,36 @@ struct Batch {
   const pds_values &values;
   Keys keys{};
   Places places{};
+  std::vector<int64_t> summed{};          // numbers of the values that the device sums
   std::shared_ptr<pds::Ticket> ticket{};  // null if nothing is to be copied
 
+  bool is_summed(int64_t i) const { return std::binary_search(summed.begin(), summed.end(), i); }
+  int64_t payload_bytes(int64_t i) const { return values.sizes[i] - kHeaderBytes; }
   char *value(int64_t i) const {
     return reinterpret_cast<char *>(values.memory + places[i].offset);
   }
   const char *start(int64_t i) const { return values.starts + i * kSummedOfHeader; }
 };
 
-// Starts the copies of the values that have a place. summed: numbers of those that are summed.
-int32_t submit(Engine &engine, pds::Direction direction, Batch &batch,
-               const std::vector<int64_t> &summed) {
+// Chooses the values that the device sums: those that it can read in the cache as chunks.
+void choose_summed(const pds::Layout &layout, Batch &batch) {
+  int64_t room = pds::kMostDigests;
+  for (int64_t i = 0; i < batch.values.count; ++i) {
+    const pds_item &item = batch.values.items[i];
+    if (batch.places[i].slot < 0) continue;
+    room -= pds::num_chunks_of(batch.payload_bytes(i));
+    if (room >= 0 && item.first_token == 0 && layout.holds(item) &&
+        layout.parts[item.part].can_be_summed) {
+      batch.summed.push_back(i);
+    }
+  }
+}
+
+// Starts the copies of the values that have a place, and their sums.
+int32_t submit(Engine &engine, pds::Direction direction, Batch &batch) {
   const pds_values &values = batch.values;
   std::vector<pds_item> items;
-  std::vector<int64_t> ids;
+  std::vector<int64_t> ids, summed;
   items.reserve(values.count), ids.reserve(values.num_ids);
   int64_t at = 0;
   for (int64_t i = 0; i < values.count; ++i) {
@@ -52,6 +73,7 @@ int32_t submit(Engine &engine, pds::Direction direction, Batch &batch,
       return PDS_ERR_ARGUMENT;
     }
     item.payload = values.memory + batch.places[i].offset + kHeaderBytes;
+    if (batch.is_summed(i)) summed.push_back(static_cast<int64_t>(items.size()));
     items.push_back(item);
     ids.insert(ids.end(), first, first + item.num_ids);
   }
@@ -72,10 +94,27 @@ int32_t reserve(Arena &arena, Batch &batch, const uint8_t *kinds) {
 // Seals the values of a batch, whose copies have ended, and makes them findable.
 int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
   const pds_values &values = batch.values;
-  engine.crew().each(values.count, [&](int64_t i) {
-    if (batch.places[i].slot < 0) return;
-    std::memcpy(batch.value(i), batch.start(i), kSummedOfHeader);
-    pds::set_header(batch.value(i), batch.start(i), pds::sum_of(batch.value(i), values.sizes[i]));
+  const std::vector<uint64_t> &digests = batch.ticket->digests();
+  std::vector<int64_t> others;
+  for (int64_t i = 0, at = 0; i < values.count; ++i) {
+    if (batch.is_summed(i)) {
+      const int64_t end = at + pds::num_chunks_of(batch.payload_bytes(i));
+      if (end > static_cast<int64_t>(digests.size())) return PDS_ERR_VALUE;
+      pds::Sum sum;
+      sum.add_header(batch.start(i));
+      sum.add_payload(digests.data() + at, batch.payload_bytes(i));
+      at = end;
+      pds::set_header(batch.value(i), batch.start(i), sum.digest());
+    } else if (batch.places[i].slot >= 0) {
+      others.push_back(i);
+    }
+  }
+  engine.crew().each(others.size(), [&](int64_t n) {
+    const int64_t i = others[n];
+    pds::Sum sum;
+    sum.add_header(batch.start(i));
+    sum.add(batch.value(i) + kHeaderBytes, batch.payload_bytes(i));
+    pds::set_header(batch.value(i), batch.start(i), sum.digest());
   });
   int64_t done = 0;
   const int32_t code = arena.publish(batch.places, &done, values.lock_ns);
@@ -83,7 +122,7 @@ int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
 }
 
 // All copies are queued before the first is waited for, each after the event of its batch. So the
-// device computes the layers of a later batch while values of an earlier one are summed. A step
+// device computes the layers of a later batch while values of an earlier one are sealed. A step
 // that runs out of memory must not end the call: copies may run, and places are held.
 int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const uint8_t *kinds,
              int64_t *done, pds_error *error) {
@@ -96,7 +135,10 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
     kinds += batch.values.count;
   }
   for (Batch &batch : batches) {
-    step([&] { return submit(engine, pds::Direction::kOut, batch, {}); });
+    step([&] {
+      choose_summed(engine.layout(), batch);
+      return submit(engine, pds::Direction::kOut, batch);
+    });
   }
   for (Batch &batch : batches) {
     if (batch.ticket != nullptr) {
@@ -114,18 +156,9 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
 }
 
 // Keeps the headers of the values that the device sums after their copies.
-int32_t await_sums(const pds::Layout &layout, const Batch &batch,
-                   std::vector<pds::Awaited> *awaited) {
-  int64_t room = pds::kMostDigests;
-  for (int64_t i = 0; i < batch.values.count; ++i) {
-    const pds_item &item = batch.values.items[i];
-    const int64_t bytes = batch.values.sizes[i] - kHeaderBytes;
-    room -= pds::num_chunks_of(bytes);
-    if (room < 0 || item.first_token != 0 || !layout.holds(item) ||
-        !layout.parts[item.part].can_be_summed) {
-      continue;
-    }
-    awaited->push_back({i, bytes, {}});
+int32_t await_sums(const Batch &batch, std::vector<pds::Awaited> *awaited) {
+  for (const int64_t i : batch.summed) {
+    awaited->push_back({i, batch.payload_bytes(i), {}});
     char *header = awaited->back().header.data();
     std::memcpy(header, batch.value(i), kHeaderBytes);
     if (std::memcmp(header, batch.start(i), kSummedOfHeader) != 0) return PDS_ERR_VALUE;
@@ -139,12 +172,12 @@ int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
   int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_ns);
   if (code != PDS_OK) return code;
   if (static_cast<int64_t>(batch.places.size()) < values.count) return PDS_ERR_VALUE;
-  code = await_sums(engine.layout(), batch, awaited);
+  choose_summed(engine.layout(), batch);
+  code = await_sums(batch, awaited);
   if (code != PDS_OK) return code;
-  std::vector<int64_t> summed, others;
-  for (const pds::Awaited &value : *awaited) summed.push_back(value.number);
+  std::vector<int64_t> others;
   for (int64_t i = 0; i < values.count; ++i) {
-    if (!std::binary_search(summed.begin(), summed.end(), i)) others.push_back(i);
+    if (!batch.is_summed(i)) others.push_back(i);
   }
   std::atomic<bool> all_right{true};
   engine.crew().each(others.size(), [&](int64_t n) {
@@ -155,7 +188,7 @@ int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
     };
     if (all_right && !is_right()) all_right = false;
   });
-  return all_right ? submit(engine, pds::Direction::kIn, batch, summed) : PDS_ERR_VALUE;
+  return all_right ? submit(engine, pds::Direction::kIn, batch) : PDS_ERR_VALUE;
 }
 
 // Counts the leading values that were right when they were copied.

@@ -75,7 +75,7 @@ struct Layout {
   void add(const pds_region &region, const pds_part &shape);
 };
 
-// An item whose payload is summed after the copy, and where its digests begin among the job's.
+// An item whose payload is summed in the cache, and where its digests begin among the job's.
 struct SumOf {
   int64_t item;
   uint32_t first_digest;

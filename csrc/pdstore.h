@@ -234,7 +234,9 @@ typedef struct {
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
 // Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also
-// after a failure. `kinds`: of all values; `is_new`: of done batches' values, if stored now.
+// after a failure. `kinds`: of all values; `is_new`: of done batches' values, if stored now. The
+// device sums values in the cache if it can read them there as chunks; all others are summed in the
+// arena, after their copies.
 int32_t pds_arena_fill(pds_arena *arena, pds_engine *engine, const pds_values *batches,
                        int64_t num_batches, const uint8_t *kinds, uint8_t *is_new, int64_t *done,
                        pds_error *error);

@@ -46,7 +46,6 @@ void Pump::open_lanes() {
     check("cudaStreamCreate", device_.open_stream(&lane.stream));
     check("cudaEventCreate", device_.open_event(&lane.done, true));
     check("cudaMalloc", device_.allocate(options_.stage_bytes, &lane.ring));
-    if (direction_ == Direction::kOut) continue;
     constexpr size_t kBytes = kMostDigests * sizeof(uint64_t);
     void **digests = reinterpret_cast<void **>(&lane.digests);
     void **here = reinterpret_cast<void **>(&lane.digests_here);
@@ -145,15 +144,8 @@ void Pump::run(const JobPtr &job) {
     settle(lane);
     if (job->error.code == PDS_OK) run_slice(lane, job, slice);
   }
-  if (job->error.code == PDS_OK && job->in_flight > 0 && job->work.num_digests > 0) {
-    Lane &lane = lanes_[(turn_ + lanes_.size() - 1) % lanes_.size()];  // of the last slice
-    lane.num_digests = job->work.num_digests;
-    try {
-      sum(lane, *job);
-    } catch (const Failure &failure) {
-      fail(*job, failure.error);
-      recover(failure.error);
-    }
+  if (direction_ == Direction::kIn && job->error.code == PDS_OK && job->in_flight > 0) {
+    sum_copied(lanes_[(turn_ + lanes_.size() - 1) % lanes_.size()], *job);  // of the last slice
   }
   job->submitted = true;
   if (job->in_flight == 0) finish(job);
@@ -176,6 +168,7 @@ void Pump::run_slice(Lane &lane, const JobPtr &job, const Slice &slice) {
   }
   set_due(lane, slice.bytes);
   lane.owner = job;
+  if (sums_first(*job)) lane.num_digests = job->work.num_digests;
   ++job->in_flight, ++job->num_slices;
 }
 
@@ -250,6 +243,7 @@ void Pump::finish(const JobPtr &job) {
 // A slice goes to the device in one stream, so order needs no further events.
 void Pump::submit(Lane &lane, const Slice &slice, const Job &job) {
   if (job.ready != nullptr) check("cudaStreamWaitEvent", device_.wait(lane.stream, job.ready));
+  if (sums_first(job)) sum(lane, job);
   if (slice.path == PDS_PATH_STAGE) {
     stage(lane, slice, job);
   } else {
@@ -341,12 +335,25 @@ void Pump::launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, 
   }
 }
 
-// Queues, after a job's last slice, the sums of what all of its slices have copied.
-void Pump::sum(Lane &lane, const Job &job) {
-  for (const Lane &other : lanes_) {
-    if (&other == &lane || other.owner == nullptr) continue;
-    check("cudaStreamWaitEvent", device_.wait(lane.stream, other.done));
+// Queues, after a load's last slice, the sums of what all of its slices have copied.
+void Pump::sum_copied(Lane &lane, Job &job) {
+  if (job.work.num_digests == 0) return;
+  lane.num_digests = job.work.num_digests;
+  try {
+    for (const Lane &other : lanes_) {
+      if (&other == &lane || other.owner == nullptr) continue;
+      check("cudaStreamWaitEvent", device_.wait(lane.stream, other.done));
+    }
+    sum(lane, job);
+    check("cudaEventRecord", device_.record(lane.done, lane.stream));
+  } catch (const Failure &failure) {
+    fail(job, failure.error);
+    recover(failure.error);
   }
+}
+
+// Queues the sums of a job's payloads where they lie in the paged cache.
+void Pump::sum(Lane &lane, const Job &job) {
   for (size_t part = 0; part < layout_.parts.size(); ++part) {
     for (size_t next = 0; next < job.work.sums.size();) {
       next = add_sums(layout_, job.work, static_cast<int32_t>(part), next, &sum_params_);
@@ -358,7 +365,6 @@ void Pump::sum(Lane &lane, const Job &job) {
   copies_.add(address(lane.digests), address(lane.digests_here),
               job.work.num_digests * sizeof(uint64_t));
   batch(lane, Direction::kOut);
-  check("cudaEventRecord", device_.record(lane.done, lane.stream));
 }
 
 }  // namespace pds

@@ -4,6 +4,10 @@
 // every other copy of the process (the readback of a token waited a second for it); two lanes of 9
 // MiB reach 97 % of the link and let other copies in after 0.3 ms. The thread sleeps until the
 // older lane is nearly done, so it takes a few percent of a core. Only it touches its lanes.
+//
+// Decision: a load's sums follow its last slice, a save's come before its first. A save's bytes are
+// in the cache from the start, and digests that are read back after the copies would wait behind
+// the other lane's slice, which goes the same way over the link: the link would then stand still.
 // Decision: docs/decisions/023-pump.md
 #pragma once
 #include <array>
@@ -62,7 +66,7 @@ class Pump {
     uint64_t *digests = nullptr, *digests_here = nullptr;  // on the device, in host memory
     int64_t bytes = 0;                                     // of the slice in flight
     int64_t due_ns = 0;                                    // when it is expected to be done
-    int64_t num_digests = 0;                               // that the job's last slice brings
+    int64_t num_digests = 0;                               // that this slice brings to its job
     JobPtr owner;
   };
 
@@ -83,6 +87,10 @@ class Pump {
   void launch(Lane &lane, const Job &job, const Slice &slice, size_t begin, size_t end,
               const std::vector<uint64_t> &rings);
   void batch(Lane &lane, Direction direction);
+  bool sums_first(const Job &job) const {
+    return direction_ == Direction::kOut && job.num_slices == 0 && job.work.num_digests > 0;
+  }
+  void sum_copied(Lane &lane, Job &job);
   void sum(Lane &lane, const Job &job);
   void check(const char *call, int code) const;
   void fail(Job &job, const pds_error &error);

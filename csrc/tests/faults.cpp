@@ -1,11 +1,15 @@
 // A device in front of another that fails the call it was told to, and counts what lives.
 //
+// Decision: another process that writes to an arena is one that writes just after a copy to it: in
+// a test the window between a copy and what follows is open once, and surely.
+//
 // Decision: the table is the seam, so every call of the engine can fail in a test, with or without
 // a GPU, and the engine itself knows nothing of tests. Only test builds contain this file.
 #include "tests/faults.h"
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "device.h"
@@ -20,6 +24,7 @@ struct Fault {
 
 Fault faults[PDS_NUM_CALLS];
 std::atomic<int64_t> delay_us{0};
+std::atomic<uint64_t> changed_begin{0}, changed_end{0};  // where a copied byte is to change
 std::atomic<int64_t> allocations{0}, streams{0}, events{0};
 std::atomic<int32_t> broken{0};  // what every call fails with after a sticky fault
 
@@ -80,11 +85,15 @@ class FaultyDevice final : public Device {
   bool needs_registered_host() const override { return device_->needs_registered_host(); }
   int copy_batch(Stream stream, Direction direction, const Copies &copies) override {
     delay();
-    return fault(PDS_CALL_BATCH) ?: device_->copy_batch(stream, direction, copies);
+    const int code = fault(PDS_CALL_BATCH) ?: device_->copy_batch(stream, direction, copies);
+    if (code != 0 || direction == Direction::kIn) return code;
+    return change(stream, copies.host.data(), copies.host.data() + copies.size());
   }
   int copy_strided(Stream stream, Direction direction, const Strided &strided) override {
     delay();
-    return fault(PDS_CALL_STRIDED) ?: device_->copy_strided(stream, direction, strided);
+    const int code = fault(PDS_CALL_STRIDED) ?: device_->copy_strided(stream, direction, strided);
+    if (code != 0 || direction == Direction::kIn) return code;
+    return change(stream, &strided.host, &strided.host + 1);
   }
   int stage(Stream stream, Direction direction, const StageParams &params) override {
     delay();
@@ -102,6 +111,16 @@ class FaultyDevice final : public Device {
   }
 
  private:
+  // Changes the first byte of one of these copies, if it is to change, when the copy is over.
+  int change(Stream stream, const uint64_t *begin, const uint64_t *end) {
+    const auto is_wanted = [](uint64_t at) { return at >= changed_begin && at < changed_end; };
+    const uint64_t *found = std::find_if(begin, end, is_wanted);
+    if (found == end) return 0;
+    changed_end = 0;
+    if (const int code = device_->drain(stream)) return code;
+    *reinterpret_cast<volatile uint8_t *>(*found) ^= 0x41;
+    return 0;
+  }
   static int counted(int code, std::atomic<int64_t> &count) {
     if (code == 0) ++count;
     return code;
@@ -133,6 +152,10 @@ extern "C" int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code,
 
 extern "C" int32_t pds_test_delay(int64_t microseconds) {
   return pds::delay_us = microseconds, PDS_OK;
+}
+
+extern "C" int32_t pds_test_change(uint64_t address, int64_t bytes) {
+  return pds::changed_begin = address, pds::changed_end = address + bytes, PDS_OK;
 }
 
 extern "C" int32_t pds_test_live(pds_live *live) {

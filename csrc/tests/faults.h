@@ -33,6 +33,9 @@ typedef struct {
 int32_t pds_test_fail(int32_t call, int64_t nth, int32_t device_code, int32_t sticky);
 // Every batch, strided or stage call takes this much longer; a way to have work queued.
 int32_t pds_test_delay(int64_t microseconds);
+// The next copy to this range of host memory has another first byte just after it; 0 bytes take it
+// back.
+int32_t pds_test_change(uint64_t address, int64_t bytes);
 int32_t pds_test_live(pds_live *live);
 }
 #pragma GCC visibility pop

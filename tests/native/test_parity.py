@@ -224,6 +224,11 @@ class Rig:
     def value_at(self, key, size) -> memoryview:
         return place_of(self.store, key, size)
 
+    def fit_their_sums(self, keys, values) -> list[bool]:
+        """Tells of each stored value whether its bytes have the checksum in its header."""
+        stored = [self.value_at(*of) for of in zip(keys, self.sizes(values), strict=True)]
+        return [int.from_bytes(value[56:64], "little") == checksum(value) for value in stored]
+
     def num_right(self, keys, values) -> int | None:
         """Loads all values; None if one was seen to be wrong before the copies."""
         copies = self.store.start_scatter(self.batch(self.d, keys, values))
@@ -264,9 +269,7 @@ def test_a_sum_of_what_was_copied_is_that_of_what_is_stored(
     rig = make(device, layout, shape)
     values = rig.values(num_tokens)
     keys, sizes = rig.fill(values), rig.sizes(values)
-    for key, size in zip(keys, sizes, strict=True):
-        value = rig.value_at(key, size)
-        assert int.from_bytes(value[56:64], "little") == checksum(value)
+    assert all(rig.fit_their_sums(keys, values))
     assert rig.num_right(keys, values) == len(values)
     for wrong in (len(values) - 1, 1):
         for place in (HEADER_BYTES, sizes[wrong] // 2, sizes[wrong] - 1, 60):
@@ -308,6 +311,32 @@ def test_a_byte_that_changes_while_the_copy_is_under_way_is_seen(make, library, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_byte_that_changes_after_the_copy_of_a_save_is_seen(make, library, device, path, size):
+    """Another process's byte is never sealed as right: the sum is that of the paged cache."""
+    rig = make(device, layout_of(layers=(LayerSpec(4, 64),) * 6), PLAIN, path=path, size=size)
+    values = rig.values(17)
+    library.change(rig.memory)
+    keys = rig.fill(values)
+    assert rig.num_right(keys, values) == 0
+    assert rig.fit_their_sums(keys, values) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_save_of_values_of_which_some_are_stored_sums_each_of_the_others(make, library, device):
+    """Stored ones are not copied again, so the copies' numbers are not those of the values."""
+    rig = make(device, layout_of(), PLAIN)
+    values = rig.values(17)
+    keys = fresh_keys(len(values))
+    assert rig.store.fill([rig.batch(rig.p, keys[1:2], values[1:2])]).error is None
+    filled = rig.store.fill([rig.batch(rig.p, keys, values)])
+    assert filled.error is None
+    assert filled.indices == [0, *range(2, len(values))]
+    assert all(rig.fit_their_sums(keys, values))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("shape", "first_token"),
     [({**PLAIN, "offset": 3}, 0), ({**PLAIN, "heads_outer": True, "pad": 3}, 0), (PLAIN, 16)],
@@ -321,6 +350,23 @@ def test_what_the_device_cannot_sum_is_summed_before_the_copy(make, device, shap
     assert rig.num_right(keys, some) == len(values)
     rig.value_at(keys[1], rig.sizes(values)[1])[-1] ^= 1
     assert rig.num_right(keys, some) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", ["sum", "batch"])
+def test_a_sum_that_fails_fails_its_save_alone(make, library, device, call):
+    """Nothing of it is stored, and no later save gets its digests."""
+    rig = make(device, layout_of(), PLAIN, path=CopyPath.STRIDED)
+    values = rig.values(32)
+    keys = fresh_keys(len(values))
+    library.fail(call, 0, 719)
+    with pytest.raises(SwapError) as failure:
+        rig.store.fill([rig.batch(rig.p, keys, values)])
+    assert failure.value.device_code == 719
+    assert rig.store.match(keys) == 0
+    for _ in range(3):
+        keys = rig.fill(values)
+        assert rig.num_right(keys, values) == len(values)
 
 
 @pytest.mark.parametrize("device", DEVICES)

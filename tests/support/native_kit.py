@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from ctypes import Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class FaultyLibrary(Library):
         super().__init__(path)
         self.calls.pds_test_fail.argtypes = [c_int32, c_int64, c_int32, c_int32]
         self.calls.pds_test_delay.argtypes = [c_int64]
+        self.calls.pds_test_change.argtypes = [c_uint64, c_int64]
         self.calls.pds_test_live.argtypes = [c_void_p]
 
     def fail(self, call: str, nth: int, code: int, *, sticky: bool = False) -> None:
@@ -51,9 +52,14 @@ class FaultyLibrary(Library):
         """Makes every copy call take this much longer."""
         self.calls.pds_test_delay(microseconds)
 
+    def change(self, memory: memoryview) -> None:
+        """Changes a byte that the next copy to this memory wrote, just after that copy."""
+        self.calls.pds_test_change(address_of(memory), len(memory))
+
     def mend(self) -> None:
-        """Takes back all failures and delays."""
+        """Takes back all failures, delays and changes."""
         self.calls.pds_test_fail(-1, 0, 0, 0)
+        self.calls.pds_test_change(0, 0)
         self.calls.pds_test_delay(0)
 
     def live(self) -> tuple[int, int, int]:
