@@ -30,6 +30,7 @@ from examples.router.spliced_exchange import SplicedExchange
 from examples.router.status import RouterStatus
 from examples.router.tracing import traced
 from examples.router.upstreams import Rotation
+from examples.router.whole import CONNECT_S, PROBE_BYTES, PROBE_S, ask
 from pdstore.status.server import StatusServer
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ FirstTokenOf = Literal["prefill", "decode"]
 
 log = logging.getLogger("router")
 
-CONNECT_S = 2.0
 _SERVED = ("/v1/completions", "/v1/chat/completions")
-_PROBE_S = 2.0
 # Shorter than a server's own keep-alive (5 s in uvicorn): no call meets a connection just closed.
 _KEEPALIVE_S = 2.0
 _RETRIES = 2  # at once, and after half a second
@@ -109,8 +108,7 @@ def _calls_of(options: Options, client: httpx.AsyncClient, counts: Counts) -> Ca
     decodes = Rotation("decode", options.decode, by_prefix=options.by_prefix)
     for url in {p.url for p in prefills.upstreams} & {d.url for d in decodes.upstreams}:
         log.warning("%s is --prefill and --decode: give each the URL of its own instance", url)
-    timeout = httpx.Timeout(options.prefill_timeout_s, connect=CONNECT_S)
-    return Calls(client, prefills, decodes, counts, timeout)
+    return Calls(client, prefills, decodes, counts, options.prefill_timeout_s)
 
 
 def _client_of(options: Options) -> httpx.AsyncClient:
@@ -162,16 +160,15 @@ class Front:
 
     async def models(self, request: Request) -> Response:
         """Returns the list of models of the first instance that answers."""
-        headers = intake.passed_headers(request)
+        headers, client = intake.passed_headers(request), self._calls.client
         for upstream in self._calls.decodes.in_turn() + self._calls.prefills.in_turn():
+            question = client.build_request("GET", upstream.url + "/v1/models", headers=headers)
             try:
-                answer = await self._calls.client.get(
-                    upstream.url + "/v1/models", headers=headers, timeout=_PROBE_S
-                )
+                answer = await ask(client, question, PROBE_S, PROBE_BYTES)
             except httpx.TransportError:
                 upstream.went_down()
                 continue
-            return Response(answer.content, answer.status_code, media_type="application/json")
+            return Response(answer.content, answer.status, media_type="application/json")
         raise Refusal.of(503, "no instance can be reached")
 
     async def health(self, request: Request) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-import anyio
 import httpx
 
 from examples.router.bodies import Json, decode_body, encode, parse, prefill_body
@@ -14,6 +13,7 @@ from examples.router.intake import Asked
 from examples.router.refusal import Refusal
 from examples.router.timeline import Timeline
 from examples.router.upstreams import Rotation, Upstream
+from examples.router.whole import WholeAnswer, ask
 
 log = logging.getLogger("router")
 
@@ -37,8 +37,9 @@ class _BrokeOff(Exception):
 
 
 class Calls:
-    """Asks Ps and Ds over one HTTP client; every call is bounded in time.
+    """Asks Ps and Ds over one HTTP client.
 
+    prefill_s: seconds that P may take until its answer is whole.
     takes_ids: True if D takes a chat's prompt as token ids; None before a D was asked.
     """
 
@@ -48,11 +49,10 @@ class Calls:
         prefills: Rotation,
         decodes: Rotation,
         counts: Counts,
-        prefill_timeout: httpx.Timeout,
+        prefill_s: float,
     ) -> None:
         self.client, self.prefills, self.decodes = client, prefills, decodes
-        self.counts, self._prefill_timeout = counts, prefill_timeout
-        self._prefill_s = prefill_timeout.read or 0.0
+        self.counts, self.prefill_s = counts, prefill_s
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
         self._quiet_until = 0.0
@@ -72,7 +72,7 @@ class Calls:
         """
         content = _content(prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn(asked.body):
-            if upstream.is_spared(self._prefill_s):
+            if upstream.is_spared(self.prefill_s):
                 continue
             try:
                 answer = await self._prefill_on(upstream, asked, content)
@@ -80,14 +80,14 @@ class Calls:
                 break
             if answer is None:
                 continue
-            if answer.status_code < 500 and answer.status_code not in _BEGAN_NOTHING:
+            if answer.status < 500 and answer.status not in _BEGAN_NOTHING:
                 upstream.answered()
                 given = _json_of(answer)
                 if params_of(given) is None:
                     self._tell_of_no_params(upstream)
                 return given
-            self._refused(upstream, asked, answer.status_code)
-            if answer.status_code not in _BEGAN_NOTHING:
+            self._refused(upstream, asked, answer.status)
+            if answer.status not in _BEGAN_NOTHING:
                 break
         self.counts.degraded.inc()
         log.warning("%s: no P could prefill it, D computes", asked.request_id)
@@ -95,27 +95,20 @@ class Calls:
 
     async def _prefill_on(
         self, upstream: Upstream, asked: Asked, content: bytes
-    ) -> httpx.Response | None:
+    ) -> WholeAnswer | None:
         """Returns one P's answer within the time for a prefill; None if it cannot be reached.
 
-        Raises _BrokeOff if the connection broke, or the answer was not whole in time.
+        Raises _BrokeOff if the connection broke, the answer was too long, or not whole in time.
         """
         self._open(upstream, asked)
         try:
-            with anyio.fail_after(self._prefill_s):  # httpx bounds each read, and not the call
-                return await self.client.post(
-                    upstream.url + asked.path,
-                    content=content,
-                    headers={**_JSON, **asked.headers},
-                    timeout=self._prefill_timeout,
-                )
+            return await ask(self.client, self._request(upstream, asked, content), self.prefill_s)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._failed(upstream, asked, error)
             return None
-        except (TimeoutError, httpx.ReadTimeout) as error:
-            late = httpx.ReadTimeout(f"no whole answer in {self._prefill_s:g} s")
-            self._failed(upstream, asked, late)
-            upstream.fell_silent(self._prefill_s)  # the client has waited long enough
+        except httpx.ReadTimeout as error:
+            self._failed(upstream, asked, error)
+            upstream.fell_silent(self.prefill_s)  # the client has waited long enough
             raise _BrokeOff from error
         except httpx.TransportError as error:
             self._failed(upstream, asked, error)
@@ -148,15 +141,9 @@ class Calls:
         self, upstream: Upstream, asked: Asked, content: bytes
     ) -> httpx.Response | None:
         """Returns one D's answer, its body unread; None if it cannot be reached. Raises Refusal."""
-        request = self.client.build_request(
-            "POST",
-            upstream.url + asked.path,
-            content=content,
-            headers={**_JSON, **asked.headers},
-        )
         self._open(upstream, asked)
         try:
-            answer = await self.client.send(request, stream=True)
+            answer = await self.client.send(self._request(upstream, asked, content), stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._failed(upstream, asked, error)
             return None
@@ -169,6 +156,12 @@ class Calls:
         upstream.came_back()
         self._note_status(upstream, asked, answer.status_code)
         return answer
+
+    def _request(self, upstream: Upstream, asked: Asked, content: bytes) -> httpx.Request:
+        headers = {**_JSON, **asked.headers}
+        return self.client.build_request(
+            "POST", upstream.url + asked.path, content=content, headers=headers
+        )
 
     def _note_status(self, upstream: Upstream, asked: Asked, status: int) -> None:
         """Logs what D answers instead of tokens, and counts what is D's or a gateway's fault."""
@@ -224,10 +217,9 @@ def params_of(answer: Json | None) -> Json | None:
     return params if isinstance(params, dict) else None
 
 
-def _json_of(answer: httpx.Response) -> Json | None:
-    if answer.status_code >= 400:
-        media_type = answer.headers.get("content-type", "application/json")
-        raise Refusal(answer.status_code, answer.content, media_type)
+def _json_of(answer: WholeAnswer) -> Json | None:
+    if answer.status >= 400:
+        raise Refusal(answer.status, answer.content, answer.media_type)
     try:
         return parse(answer.content)
     except ValueError:

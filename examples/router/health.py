@@ -11,8 +11,7 @@ import httpx
 
 from examples.router.bodies import Json, parse
 from examples.router.upstreams import Upstream
-
-_PROBE_S = 2.0
+from examples.router.whole import PROBE_BYTES, PROBE_S, WholeAnswer, ask
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Health:
     problem: str | None = None
 
     @classmethod
-    def of(cls, answer: httpx.Response) -> Health:
+    def of(cls, answer: WholeAnswer) -> Health:
         """Returns the state in an instance's answer; vLLM's is empty."""
         if not answer.is_success:
-            return cls(error=f"HTTP {answer.status_code}")
+            return cls(error=f"HTTP {answer.status}")
         try:
             said = parse(answer.content)
         except ValueError:
@@ -74,7 +73,8 @@ async def check(client: httpx.AsyncClient, upstreams: Sequence[Upstream]) -> Che
 
 async def _probe(client: httpx.AsyncClient, upstream: Upstream, states: dict[str, Health]) -> None:
     try:
-        answer = await client.get(upstream.url + "/health", timeout=_PROBE_S)
+        question = client.build_request("GET", upstream.url + "/health")
+        answer = await ask(client, question, PROBE_S, PROBE_BYTES)
     except httpx.TransportError as error:
         upstream.went_down()
         states[upstream.url] = Health(error=f"cannot be reached: {error!r}")

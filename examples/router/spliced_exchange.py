@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 
 import anyio
@@ -18,6 +19,9 @@ from examples.router.first_token import FirstToken, first_body
 from examples.router.intake import Asked
 from examples.router.open_answer import OpenAnswer
 from examples.router.refusal import Refusal
+from examples.router.whole import MOST_BYTES, TooLong, gather
+
+log = logging.getLogger("router")
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
@@ -56,8 +60,14 @@ class SplicedExchange(Exchange):
         if first.is_last or not isinstance(first, FirstChatToken):
             return True
         if self._calls.takes_ids is None:
-            answer = await self._decode(first.probe(self._asked), params)
-            body = await self._all_of(answer)
+            try:
+                with anyio.fail_after(self._calls.prefill_s):  # D may have to compute the prompt
+                    answer = await self._decode(first.probe(self._asked), params)
+                    body = await self._all_of(answer)
+            except TimeoutError:
+                self._calls.counts.failures.labels("decode", "timeout").inc()
+                log.warning("%s: D did not say whether it takes ids", self._asked.request_id)
+                return False
             if answer.status != 200:
                 return False
             self._calls.takes_ids = first.is_taken(parse(body))
@@ -73,10 +83,16 @@ class SplicedExchange(Exchange):
         return OpenAnswer.of(200, _JSON, encode(first.with_rest(parse(body))))
 
     async def _all_of(self, answer: OpenAnswer) -> bytes:
-        """Returns the body of D's answer, and closes it. Raises Refusal if D breaks off."""
+        """Returns the body of D's answer, and closes it.
+
+        Raises Refusal if D breaks off, or sends more than the router keeps.
+        """
         async with contextlib.aclosing(answer):
             try:
-                return b"".join([chunk async for chunk in answer.chunks])
+                return await gather(answer.chunks)
+            except TooLong as error:
+                self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+                raise Refusal.of(502, f"D sent {error}") from error
             except httpx.TransportError as error:
                 self._calls.counts.failures.labels("decode", reason_of(error)).inc()
                 raise Refusal.of(502, "D broke off in its answer") from error
@@ -95,7 +111,7 @@ class SplicedExchange(Exchange):
                     async for line in _lines(rest.chunks):
                         yield _spliced(first, line)
                     return
-                error = b"".join([chunk async for chunk in rest.chunks])
+                error = await gather(rest.chunks)
         except Refusal as refusal:
             error = refusal.body
         yield _DATA + error.replace(b"\n", b" ") + b"\n\n"
@@ -115,11 +131,16 @@ def _spliced(first: FirstToken, line: bytes) -> bytes:
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yields the lines of a stream without their ends."""
-    rest = b""
+    """Yields the lines of a stream without their ends. Raises TooLong for one that does not end."""
+    rest = bytearray()
     async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r")
+        rest += chunk
+        if b"\n" in chunk:
+            *lines, last = bytes(rest).split(b"\n")
+            rest = bytearray(last)
+            for line in lines:
+                yield line.rstrip(b"\r")
+        if len(rest) > MOST_BYTES:
+            raise TooLong(f"a line of more than {MOST_BYTES} bytes")
     if rest:
-        yield rest
+        yield bytes(rest)

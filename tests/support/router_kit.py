@@ -69,13 +69,17 @@ Reply = Callable[[dict[str, Any]], Awaitable[Response]]
 
 
 class Fake:
-    """An instance that keeps what it was asked and answers what the test says."""
+    """An instance that keeps what it was asked and answers what the test says.
+
+    probed: answers /health and /v1/models instead of the usual answers.
+    """
 
     def __init__(self, reply: Reply | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.health_body: dict[str, str] | None = None
+        self.probed: Reply | None = None
         self.reply = reply or says({"id": "x"})
         self.was_cancelled = anyio.Event()
         self.app = Starlette(
@@ -94,9 +98,13 @@ class Fake:
         return Cancellable(self, await self.reply(self.bodies[-1]))
 
     async def models(self, request: Request) -> Response:
+        if self.probed is not None:
+            return await self.probed({})
         return JSONResponse({"data": [{"id": "m"}]})
 
     async def health(self, request: Request) -> Response:
+        if self.probed is not None:
+            return await self.probed({})
         if self.health_body is not None:
             return JSONResponse(self.health_body)
         return PlainTextResponse("")
@@ -138,6 +146,18 @@ def streams(source: Callable[[], AsyncIterator[bytes]]) -> Reply:
 async def never() -> AsyncIterator[bytes]:
     await anyio.sleep_forever()
     yield b""
+
+
+async def trickle() -> AsyncIterator[bytes]:
+    while True:
+        yield b" "
+        await anyio.sleep(0.05)
+
+
+async def without_end() -> AsyncIterator[bytes]:
+    while True:
+        yield b" " * (1 << 20)
+        await anyio.sleep(0)  # nothing waits where the client has gone
 
 
 @contextlib.asynccontextmanager

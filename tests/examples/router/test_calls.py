@@ -62,19 +62,6 @@ async def test_a_request_that_fails_its_p_is_given_to_no_other(reply: Reply) -> 
     assert (len(p.bodies), d.bodies) == (1, [BODY])
 
 
-async def test_a_p_that_trickles_its_answer_is_bounded() -> None:
-    async def trickle() -> AsyncIterator[bytes]:
-        while True:
-            yield b" "
-            await anyio.sleep(0.05)
-
-    p, d = Fake(streams(trickle)), Fake()
-    async with routed([p], [d], prefill_timeout_s=0.5) as client:
-        with anyio.fail_after(5):
-            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-        assert await metric(client, 'router_upstream_failures_total{reason="timeout"') == 1
-
-
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_full_d_is_replaced_by_another(status: int) -> None:
     full, free = Fake(says({}, status)), Fake(says({"id": "d"}))
