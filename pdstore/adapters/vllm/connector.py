@@ -282,7 +282,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return stats.PDStoreStats(data=dict(data or {}))
+        """Returns the stats for vLLM's log line, which shows no gauges and is left out if empty."""
+        changes = {key: change for key, change in (data or {}).items() if key != stats.GAUGES}
+        return stats.PDStoreStats(data=changes)
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> Any:

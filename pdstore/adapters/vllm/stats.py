@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import time
+import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +29,14 @@ from pdstore.metrics import (
     known_labels,
 )
 
-_GAUGES_EVERY_S = 0.1
+GAUGES = "gauges"
 
 
 class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
     """Changes of the metrics over some steps and processes, by metric and label values.
 
-    A counter's change is a number, a histogram's a list of observations, and a gauge's the last
-    value of each process.
+    A counter's change is a number, and a histogram's a list of observations. "gauges" has the last
+    values of all gauges: for each connector, a dictionary by metric and label values.
     """
 
     data: dict[str, Any]
@@ -57,7 +57,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
         if key not in self.data:
             self.data[key] = change
         elif isinstance(change, dict):
-            self.data[key] = self.data[key] | change
+            self.data[key] = self.data[key] | change  # connectors have names of their own
         else:
             self.data[key] = self.data[key] + change
 
@@ -68,7 +68,7 @@ class PDStoreStats(KVConnectorStats):  # type: ignore[misc]
             words = key.replace("|", " ")
             if isinstance(change, list):
                 found[f"{words} (mean)"] = round(sum(change) / len(change), 4)
-            elif not isinstance(change, dict):
+            elif key != GAUGES:
                 found[words] = round(change)
         return found
 
@@ -86,31 +86,25 @@ class StepMetrics(Metrics):
 
     Decision: each change is recorded when it is made. Without such records, each step would have to
     compare all 540 samples of the registry, which takes milliseconds. A step changes only a few.
+    But all gauges are sent with each step, which takes microseconds: vLLM hands a step's stats to
+    one of its API servers, which knows no earlier ones.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._new = PDStoreStats()
         self._gauges: dict[str, Callable[[], float]] = {}  # by key
-        self._sent_gauges: dict[str, float] = {}
-        self._gauges_at = 0.0
+        self._name = uuid.uuid4().hex[:8]  # a process may have several, and hosts equal pids
         kept.ValueClass = kept.MutexValue  # else vLLM's PROMETHEUS_MULTIPROC_DIR has them, too
         super().__init__()
 
-    def pop(self) -> PDStoreStats | None:
-        """Returns the changes since the last call, or None. It is quick: every step calls it."""
+    def pop(self) -> PDStoreStats:
+        """Returns the changes since the last call, and all gauges. Every step calls it."""
+        self.refresh()
         with self._lock:
             new, self._new = self._new, PDStoreStats()
-        now = time.monotonic()
-        if now >= self._gauges_at:
-            self._gauges_at = now + _GAUGES_EVERY_S
-            self.refresh()
-            for key, read in list(self._gauges.items()):
-                value = read()
-                if self._sent_gauges.get(key, 0.0) != value:
-                    self._sent_gauges[key] = value
-                    new.add(key, {str(os.getpid()): value})
-        return None if new.is_empty() else new
+        new.add(GAUGES, {self._name: {key: read() for key, read in list(self._gauges.items())}})
+        return new
 
     def add_change(self, key: str, change: float | list[float]) -> None:
         """Records what was added to a counter, or observed by a histogram."""
@@ -173,7 +167,7 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._gauges: dict[tuple[int, str], dict[str, float]] = {}  # by process
+        self._children: dict[tuple[int, str], Any] = {}
         self._metrics = {
             metric.name: self._shown(metric, metric_types[TYPES[metric.kind]], labelnames)
             for metric in METRICS.values()
@@ -181,22 +175,40 @@ class PDStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, change in transfer_stats_data.items():
-            name, *values = key.split("|")
-            metric = self._metrics[name].labels(*values, *self.per_engine_labelvalues[engine_idx])
-            if isinstance(change, dict):
-                of_processes = self._gauges.setdefault((engine_idx, key), {})
-                of_processes.update(change)
-                combine = sum if METRICS[name].across is Across.SUM else max
-                metric.set(combine(of_processes.values()))
+            if key == GAUGES:
+                self._set_gauges(change, engine_idx)
             elif isinstance(change, list):
                 for seconds in change:
-                    metric.observe(seconds)
+                    self._child(key, engine_idx).observe(seconds)
             else:
-                metric.inc(change)
+                self._child(key, engine_idx).inc(change)
+
+    def _set_gauges(self, by_connector: dict[str, dict[str, float]], engine_idx: int) -> None:
+        """Combines the gauges of all connectors of an instance, in its scheduler and workers.
+
+        Values of earlier steps are not used, because another API server may have later ones.
+        """
+        values: dict[str, list[float]] = defaultdict(list)
+        for gauges in by_connector.values():
+            for key, value in gauges.items():
+                values[key].append(value)
+        for key, several in values.items():
+            across = METRICS[key.partition("|")[0]].across
+            combined = sum(several) if across is Across.SUM else max(several)
+            self._child(key, engine_idx).set(combined)
+
+    def _child(self, key: str, engine_idx: int) -> Any:
+        if (child := self._children.get((engine_idx, key))) is None:
+            name, *values = key.split("|")
+            child = self._metrics[name].labels(*values, *self.per_engine_labelvalues[engine_idx])
+            self._children[engine_idx, key] = child
+        return child
 
     def _shown(self, metric: Metric, kind: Any, labelnames: list[str]) -> Any:
         """Makes one metric, with the label values that are known from the start."""
-        more = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
+        more: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
+        if metric.kind is Kind.GAUGE:
+            more["multiprocess_mode"] = "mostrecent"  # as vLLM's: one series for all API servers
         made = kind(
             name=f"pdstore_{metric.name}",
             documentation=metric.text,
