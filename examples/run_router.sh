@@ -3,7 +3,7 @@
 #
 #   examples/run_router.sh [--port N] [--prefill URL]... [--decode URL]... [--mode relay|concurrent]
 #                          [--first-token prefill|decode] [--affinity none|prefix] [--retries N]
-#                          [--status PORT] [--traces URL]
+#                          [--keep-alive S] [--status PORT] [--traces URL]
 #
 #   --port     or ROUTER_PORT   where it listens (8000)
 #   --prefill                   a P (http://127.0.0.1:$PREFILL_PORT, 8100); may be repeated
@@ -12,6 +12,7 @@
 #   --first-token               whose first token the client gets (decode, the default: D's)
 #   --affinity                  none (the default): in turns. prefix: where most of it went before
 #   --retries                   how often P is asked again when D could not use a hand-off (0)
+#   --keep-alive                seconds that idle connections of clients are kept (75)
 #   --status                    port of a page on this host about the router (none)
 #   --traces                    an OTLP receiver of spans, such as http://127.0.0.1:4318 (none)
 #
@@ -31,7 +32,7 @@ while [[ $# -gt 0 ]]; do
         --prefill) prefills+=(--prefill "$(value_of "$@")"); shift 2 ;;
         --decode) decodes+=(--decode "$(value_of "$@")"); shift 2 ;;
         --mode) mode=$(value_of "$@"); shift 2 ;;
-        --first-token | --affinity | --retries | --status | --traces)
+        --first-token | --affinity | --retries | --keep-alive | --status | --traces)
             options+=("$1" "$(value_of "$@")"); shift 2 ;;
         *) die "unknown option '$1' (--help shows them)" ;;
     esac

@@ -19,6 +19,7 @@ from pdstore.errors import PDStoreError
 from pdstore.telemetry.spans import open_provider
 
 _DRAIN_S = 5
+_KEEP_ALIVE_S = 75  # most proxies keep idle connections for 60 s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         port=given.port,
         http=partial(TimedProtocol, options.limits),  # type: ignore[arg-type]
         access_log=False,
+        timeout_keep_alive=given.keep_alive,
         timeout_graceful_shutdown=_DRAIN_S,
     )
 
@@ -106,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-body", type=_mebibytes, default=64, help="MiB that a request's body may have")
+    idle = "seconds that an idle client's connection is kept: more than a proxy before it keeps one"
+    add("--keep-alive", type=_at_least_one, default=_KEEP_ALIVE_S, help=idle)
+    add("--max-body", type=_at_least_one, default=64, help="MiB that a request's body may have")
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
     add("--header-timeout", type=_seconds, default=30.0, help="seconds headers may take to arrive")
 
@@ -139,7 +143,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _mebibytes(text: str) -> int:
+def _at_least_one(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Hashable
 
 import httpx
 
@@ -14,10 +14,10 @@ from examples.router.refusal import Refusal
 from examples.router.timeline import Timeline
 from examples.router.upstreams import Rotation, Upstream
 from examples.router.whole import WholeAnswer, ask
+from pdstore.telemetry.reasons import Repeats
 
 log = logging.getLogger("router")
 
-_QUIET_S = 60.0
 _NO_PARAMS = (
     "answers without kv_transfer_params, so D computes its prompts: --prefill must be the URL of an"
     " instance started with PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1"
@@ -55,7 +55,7 @@ class Calls:
         self.counts, self.prefill_s = counts, prefill_s
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
-        self._quiet_until = 0.0
+        self._repeats = Repeats()
         self._opened: dict[str, list[Upstream]] = {}  # by request
 
     @property
@@ -84,13 +84,14 @@ class Calls:
                 upstream.answered()
                 given = _json_of(answer)
                 if params_of(given) is None:
-                    self._tell_of_no_params(upstream)
+                    about = (upstream.url, "no params")
+                    self.tell(about, "%s %s %s", upstream.role, upstream.url, _NO_PARAMS)
                 return given
             self._refused(upstream, asked, answer.status)
             if answer.status not in _BEGAN_NOTHING:
                 break
         self.counts.degraded.inc()
-        log.warning("%s: no P could prefill it, D computes", asked.request_id)
+        self.tell("no P", "%s: no P could prefill it, D computes", asked.request_id)
         return None
 
     async def _prefill_on(
@@ -167,9 +168,18 @@ class Calls:
         """Logs what D answers instead of tokens, and counts what is D's or a gateway's fault."""
         if status in (400, 404):
             words = "%s: %s %s: HTTP %d, %s"
-            log.warning(words, asked.request_id, upstream.role, upstream.url, status, _UNEQUAL)
+            said = (asked.request_id, upstream.role, upstream.url, status, _UNEQUAL)
+            self.tell((upstream.url, status), words, *said)
         elif status >= 500 or status in _BEGAN_NOTHING:
             self._refused(upstream, asked, status)
+
+    def tell(
+        self, about: Hashable, words: str, *values: object, level: int = logging.WARNING
+    ) -> None:
+        """Logs a line, unless one about the same was logged a moment ago."""
+        left_out = self._repeats.note(about)
+        if left_out is not None:
+            log.log(level, "%s%s", words % values, left_out)
 
     def end(self, asked: Asked) -> None:
         """Takes note that a request is over: it is no load of the instances any more."""
@@ -180,21 +190,18 @@ class Calls:
         upstream.num_open += 1
         self._opened.setdefault(asked.request_id, []).append(upstream)
 
-    def _tell_of_no_params(self, upstream: Upstream) -> None:
-        """Warns, once in a while, of a P that hands nothing over."""
-        if time.monotonic() >= self._quiet_until:
-            self._quiet_until = time.monotonic() + _QUIET_S
-            log.warning("%s %s %s", upstream.role, upstream.url, _NO_PARAMS)
-
     def _failed(self, upstream: Upstream, asked: Asked, error: httpx.TransportError) -> None:
         if not isinstance(error, httpx.ReadTimeout):
             upstream.went_down()
-        self.counts.failures.labels(upstream.role, reason_of(error)).inc()
-        log.warning("%s: %s %s: %r", asked.request_id, upstream.role, upstream.url, error)
+        reason = reason_of(error)
+        self.counts.failures.labels(upstream.role, reason).inc()
+        said = (asked.request_id, upstream.role, upstream.url, error)
+        self.tell((upstream.url, reason), "%s: %s %s: %r", *said)
 
     def _refused(self, upstream: Upstream, asked: Asked, status: int) -> None:
         self.counts.failures.labels(upstream.role, "status").inc()
-        log.warning("%s: %s %s: HTTP %d", asked.request_id, upstream.role, upstream.url, status)
+        said = (asked.request_id, upstream.role, upstream.url, status)
+        self.tell((upstream.url, status), "%s: %s %s: HTTP %d", *said)
 
 
 def reason_of(error: httpx.TransportError) -> str:

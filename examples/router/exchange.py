@@ -18,8 +18,6 @@ from examples.router.open_answer import OpenAnswer, close
 from examples.router.refusal import Refusal
 from examples.router.timeline import Routed
 
-log = logging.getLogger("router")
-
 
 class Exchange:
     """Prefills a request on P, decodes it on D, and passes D's answer on as it comes: a response.
@@ -71,7 +69,8 @@ class Exchange:
             # Unfinished, so the server cuts the connection: the client sees a broken answer.
             self._calls.counts.failures.labels("decode", reason_of(error)).inc()
             self.routed.reason = "D broke off"
-            log.warning("%s: D broke off in its answer: %r", self._asked.request_id, error)
+            words = "%s: D broke off in its answer: %r"
+            self._calls.tell("broke off", words, self._asked.request_id, error)
         finally:
             await answer.aclose()
 
@@ -112,7 +111,8 @@ class Exchange:
                 return answer
             await answer.aclose()
             self._calls.counts.lost.inc()
-            log.warning("%s: D could not use the hand-off: %s", asked.request_id, lost)
+            words = "%s: D could not use the hand-off: %s"
+            self._calls.tell("lost", words, asked.request_id, lost)
             if retries_left:
                 params = await self._prefilled(asked, REMOTE_DECODE)
         raise Refusal.of(502, lost or "")
@@ -153,7 +153,8 @@ class Exchange:
             if not self._is_ended:
                 self.routed.reason = "the client left"
                 self._calls.counts.disconnects.inc()
-                log.info("%s: the client left", self._asked.request_id)
+                words, request_id = "%s: the client left", self._asked.request_id
+                self._calls.tell("client left", words, request_id, level=logging.INFO)
                 everything.cancel()
 
     def _observe_first_byte(self) -> None:
@@ -201,7 +202,9 @@ class ConcurrentExchange(Exchange):
             published = await self._prefilled(self._asked, REMOTE_DECODE | params)
         except Refusal as refusal:
             self._refusal = refusal
-            log.info("%s: P refused it: HTTP %d", self._asked.request_id, refusal.status)
+            words = "%s: P refused it: HTTP %d"
+            said = (self._asked.request_id, refusal.status)
+            self._calls.tell(("refused", refusal.status), words, *said, level=logging.INFO)
         else:
             if published is not None and not _is_doubtful(published):
                 return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator
 
 import anyio
@@ -20,8 +19,6 @@ from examples.router.intake import Asked
 from examples.router.open_answer import OpenAnswer
 from examples.router.refusal import Refusal
 from examples.router.whole import MOST_BYTES, TooLong, gather
-
-log = logging.getLogger("router")
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
@@ -66,7 +63,8 @@ class SplicedExchange(Exchange):
                     body = await self._all_of(answer)
             except TimeoutError:
                 self._calls.counts.failures.labels("decode", "timeout").inc()
-                log.warning("%s: D did not say whether it takes ids", self._asked.request_id)
+                words = "%s: D did not say in time whether it takes token ids in chats"
+                self._calls.tell("takes ids", words, self._asked.request_id)
                 return False
             if answer.status != 200:
                 return False

@@ -40,7 +40,7 @@ class RouterStatus:
             "version": pdstore.__version__,
             "role": "router",
             "store": f"{len(calls.prefills.upstreams)} P, {len(calls.decodes.upstreams)} D",
-            "problem": self._problem(),
+            **self._health(),
             "settings": list(_settings_of(self._options)),
             "cards": calls.counts.cards(),
             "reasons": {
@@ -50,12 +50,12 @@ class RouterStatus:
             "requests": calls.timeline.last(),
         }
 
-    def _problem(self) -> str | None:
-        """Returns why /health says `degraded` or `down`; None if it says `ok`."""
+    def _health(self) -> Json:
+        """Returns what /health says: `degraded` or `down`, and why; no problem if it says `ok`."""
         if self.portal is None:
-            return "the router is starting"
+            return {"status": "down", "problem": "the router is starting"}
         now = self.portal.call(check, self._calls.client, self._calls.upstreams)
-        return f"{now.status}: {'; '.join(now.reasons)}" if now.reasons else None
+        return {"status": now.status, "problem": "; ".join(now.reasons) or None}
 
 
 def _settings_of(options: object) -> Iterator[Json]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from pdstore.errors import Reason, StoreError
@@ -124,6 +124,34 @@ QUIET = frozenset(
 """Reasons without a warning here: they are ordinary, or other code warns of them."""
 
 
+class Repeats:
+    """Limits lines of a log that repeat: the first is written, then at most one in `pause_s`.
+
+    A later line says how many were left out. Any thread may call it.
+    """
+
+    def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pause_s = pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next: dict[Hashable, float] = {}
+        self._left_out: dict[Hashable, int] = {}
+
+    def note(self, about: Hashable) -> str | None:
+        """Returns what to write behind a line; None if the line is to be left out.
+
+        about: what a line shares with those that it repeats; there should be few different ones.
+        """
+        with self._lock:
+            now = self._clock()
+            if now < self._next.get(about, now):
+                self._left_out[about] = self._left_out.get(about, 0) + 1
+                return None
+            self._next[about] = now + self._pause_s
+            number = self._left_out.pop(about, 0)
+        return f" ({number} more like it since the last such line)" if number else ""
+
+
 class ReasonLog:
     """Warns when a reason occurs for the first time, and then at most once in `pause_s` seconds.
 
@@ -131,11 +159,7 @@ class ReasonLog:
     """
 
     def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pause_s = pause_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._next: dict[tuple[str, Reason], float] = {}
-        self._left_out: dict[tuple[str, Reason], int] = {}
+        self._repeats = Repeats(pause_s, clock)
 
     def warn(self, what: str, reason: Reason, error: BaseException | None = None) -> None:
         """Warns that `what` fell short, with the reason and what to look at.
@@ -145,16 +169,12 @@ class ReasonLog:
         """
         if reason in QUIET:
             return
-        with self._lock:
-            key, now = (what, reason), self._clock()
-            if now < self._next.get(key, now):
-                self._left_out[key] = self._left_out.get(key, 0) + 1
-                return
-            self._next[key] = now + self._pause_s
-            log.warning("%s", _text(what, reason, error, self._left_out.pop(key, 0)))
+        left_out = self._repeats.note((what, reason))
+        if left_out is not None:
+            log.warning("%s", _text(what, reason, error) + left_out)
 
 
-def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: int) -> str:
+def _text(what: str, reason: Reason, error: BaseException | None) -> str:
     advice = ADVICE[reason]
     words = f"{what} fell short ({reason.value}): "
     if isinstance(error, StoreError) and error.remedy:  # the error says what to do
@@ -162,6 +182,4 @@ def _text(what: str, reason: Reason, error: BaseException | None, num_left_out: 
     else:
         words += f"{advice.means} [{error}]" if error is not None and str(error) else advice.means
         words += f". Look at {advice.look_at}"
-    if num_left_out:
-        words += f" ({num_left_out} more like it since the last such line)"
     return words.replace("`", "")

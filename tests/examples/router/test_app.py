@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -22,7 +24,16 @@ from pdstore.errors import ConfigError
 from pdstore.status.server import StatusServer
 from tests.support.child import child
 from tests.support.listeners import addresses_of
-from tests.support.router_kit import BODY, DEADLINE_S, PARAMS, Fake, listening, nobody, routed, says
+from tests.support.router_kit import (
+    BODY,
+    DEADLINE_S,
+    PARAMS,
+    Fake,
+    listening,
+    nobody,
+    routed,
+    says,
+)
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[3]
@@ -186,3 +197,57 @@ def test_p_s_first_token_needs_d_to_be_asked_behind_p(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main([*options, "--first-token", "prefill"])
     assert "needs --mode relay" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("p", ["gone", "HTTP 500", "breaks off", "hands nothing over"])
+@pytest.mark.parametrize("d", ["gone", "HTTP 504", "HTTP 404", "breaks off"])
+async def test_what_fails_each_request_is_logged_once_in_a_while(
+    p: str, d: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: one\n\n", "more_body": True})
+
+    async def breaks_off(body: dict[str, Any]) -> Any:
+        return half
+
+    def instance(how: str, gone: str) -> Fake | str:
+        if how == "gone":
+            return gone
+        if how == "breaks off":
+            return Fake(breaks_off)
+        return Fake(says({}, int(how[-3:]) if "HTTP" in how else 200))
+
+    with nobody() as gone:
+        async with routed([instance(p, gone)], [instance(d, gone)]) as client:
+            for _ in range(4):
+                with contextlib.suppress(httpx.RemoteProtocolError):
+                    await client.post("/v1/completions", json=BODY)
+    lines = [each.getMessage() for each in caplog.records if each.name == "router"]
+    assert 2 <= len(lines) <= 4
+
+
+async def test_the_page_tells_degraded_apart_from_its_reasons(caplog) -> None:
+    """The page writes the status before the problem."""
+    caplog.set_level(logging.INFO)
+    with nobody() as gone:
+        async with routed([gone], [Fake()], status_port=0) as client:
+            health = (await client.get("/health")).json()
+            await client.post("/v1/completions", json=BODY)
+            page = await page_with_a_request(caplog.text)
+    assert (page["status"], page["problem"]) == ("degraded", health["reasons"][0])
+    assert page["problem"].startswith(f"prefill {gone}: cannot be reached")
+
+
+@pytest.mark.parametrize("kept_s", [1, 30])
+async def test_an_idle_clients_connection_is_kept_as_long_as_the_option_says(kept_s: int) -> None:
+    with started("--keep-alive", str(kept_s)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"router_first_byte_seconds_created")
+        wait_s = 0.5 if kept_s == 30 else DEADLINE_S
+        with anyio.move_on_after(wait_s) as waited:
+            while await reader.read(1 << 16):
+                pass
+        assert waited.cancelled_caught == (kept_s == 30)
+        writer.close()
