@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -73,8 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     prefill = "a P's URL; may be repeated; none: each instance of --decode does all of a request"
-    add("--prefill", action="append", type=_url, default=[], help=prefill)
-    add("--decode", action="append", type=_url, required=True, help="a D's URL; may be repeated")
+    add("--prefill", action="append", type=_instance, default=[], help=prefill)
+    add(
+        "--decode",
+        action="append",
+        type=_instance,
+        required=True,
+        help="a D's URL; may be repeated",
+    )
     add("--host", default="127.0.0.1")
     add("--port", type=_port, default=8000)
     add(
@@ -98,8 +105,6 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)",
     )
-    add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
-    add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
     add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
     _add_limits(parser)
@@ -108,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--prefill-timeout", type=_seconds, default=60.0, help="seconds P may take for a prompt")
+    add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     idle = "seconds that an idle client's connection is kept: more than a proxy before it keeps one"
     add("--keep-alive", type=_at_least_one, default=_KEEP_ALIVE_S, help=idle)
     add("--max-body", type=_at_least_one, default=64, help="MiB that a request's body may have")
@@ -123,6 +130,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
+def _instance(text: str) -> str:
+    urls = re.split(r"[,;\s]+", text.strip())
+    if len(urls) > 1:
+        right = "give the option once for each: --decode http://d1 --decode http://d2"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one URL: {right}")
+    url = _url(text)
+    right, v1, rest = url.partition("/v1")
+    if v1 and rest[:1] in ("", "/"):
+        raise argparse.ArgumentTypeError(f"{url}: write {right}, the router adds /v1 itself")
+    return url
+
+
 def _url(text: str) -> str:
     try:
         address = urlsplit(text)
@@ -131,9 +150,6 @@ def _url(text: str) -> str:
         is_usable = False
     if not is_usable:
         raise argparse.ArgumentTypeError(f"not a URL: {text!r}, write http://host:port")
-    if (base := text.rstrip("/")).endswith("/v1"):
-        right = base.removesuffix("/v1")
-        raise argparse.ArgumentTypeError(f"{text}: write {right}, the router adds /v1 itself")
     return text
 
 

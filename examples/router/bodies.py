@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from typing import NoReturn, TypeAlias
 
+from pdstore.telemetry.request_record import plain
+
 Json: TypeAlias = dict[str, object]
+
+_MESSAGE_CHARS = 300
 
 # The convention of PD routers: P keeps its KV for a D that is not known yet.
 REMOTE_DECODE: Json = {
@@ -62,6 +66,17 @@ def decode_body(body: Json, params: Json | None, prompt_ids: list[int] | None = 
     asked = {name: body[name] for name in body if name != "kv_transfer_params"}
     given = {**(params or {}), **({"prompt_token_ids": prompt_ids} if prompt_ids else {})}
     return asked | {"kv_transfer_params": given} if given else asked
+
+
+def message_of(raw: bytes) -> str:
+    """Returns what an engine's error says, in short; an empty text for a body of another form."""
+    try:
+        said = parse(raw)
+    except ValueError:
+        return ""
+    error = said.get("error")
+    message = error.get("message") if isinstance(error, dict) else said.get("message")
+    return plain(message, _MESSAGE_CHARS) if isinstance(message, str) else ""
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -7,26 +7,37 @@ from collections.abc import Hashable
 
 import httpx
 
-from examples.router.bodies import Json, decode_body, encode, parse, prefill_body
+from examples.router.bodies import Json, decode_body, encode, message_of, parse, prefill_body
 from examples.router.counts import Counts
 from examples.router.intake import Asked
 from examples.router.refusal import Refusal
 from examples.router.timeline import Timeline
-from examples.router.upstreams import Rotation, Upstream
+from examples.router.upstreams import Role, Rotation, Upstream
 from examples.router.whole import WholeAnswer, ask
 from pdstore.telemetry.reasons import Repeats
 
 log = logging.getLogger("router")
 
 _NO_PARAMS = (
-    "answers without kv_transfer_params, so D computes its prompts: --prefill must be the URL of an"
-    " instance started with PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1"
+    "prefill %s answers without kv_transfer_params, so D loads only what it finds without waiting."
+    " Either it is no prefill instance: --prefill must be the URL of an instance started with"
+    " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1. Or a proxy or gateway"
+    " between removes them from the request or from the answer. Ask the instance itself, on its own"
+    " host and port: if it answers with kv_transfer_params, look at what is between: curl -s"
+    """ http://HOST:PORT/v1/completions -H 'content-type: application/json' -d '{"prompt":"""
+    """ "%s", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}}'"""
     " (SGLang never answers with any: there D finds the pages by itself)"
 )
+_SAMPLE = "one two three four five six seven eight nine ten"
 _UNEQUAL = (
-    "which goes to the client; if P took the request, give P and D the same --served-model-name and"
-    " --max-model-len"
+    ", which goes to the client; if {} took the request, give P and D the same --served-model-name"
+    " and --max-model-len"
 )
+_BETWEEN = (
+    ": not in an engine's form, so a proxy or load balancer before it may have answered: look at"
+    " that one's log and time-outs"
+)
+_REDIRECT = ": a redirect, which is not followed: write the URL of the instance itself"
 _JSON = {"content-type": "application/json"}
 _BEGAN_NOTHING = (408, 429, 503)
 """Statuses of an instance that is full or not ready, and so took nothing of a request."""
@@ -80,14 +91,14 @@ class Calls:
                 break
             if answer is None:
                 continue
-            if answer.status < 500 and answer.status not in _BEGAN_NOTHING:
+            self.note_answer(asked, upstream.role, upstream.url, answer)
+            if not _is_at_fault(answer.status):
                 upstream.answered()
                 given = _json_of(answer)
                 if params_of(given) is None:
                     about = (upstream.url, "no params")
-                    self.tell(about, "%s %s %s", upstream.role, upstream.url, _NO_PARAMS)
+                    self.tell(about, _NO_PARAMS, upstream.url, _SAMPLE)
                 return given
-            self._refused(upstream, asked, answer.status)
             if answer.status not in _BEGAN_NOTHING:
                 break
         self.counts.degraded.inc()
@@ -130,6 +141,7 @@ class Calls:
             if answer is None:
                 continue
             if full is not None:
+                self.note_decoded(asked, full)
                 await full.aclose()
             if answer.status_code not in _BEGAN_NOTHING:
                 return answer
@@ -155,7 +167,6 @@ class Calls:
             self._failed(upstream, asked, error)
             raise Refusal.of(502, f"D broke off: {upstream.url}") from error
         upstream.came_back()
-        self._note_status(upstream, asked, answer.status_code)
         return answer
 
     def _request(self, upstream: Upstream, asked: Asked, content: bytes) -> httpx.Request:
@@ -164,14 +175,29 @@ class Calls:
             "POST", upstream.url + asked.path, content=content, headers=headers
         )
 
-    def _note_status(self, upstream: Upstream, asked: Asked, status: int) -> None:
-        """Logs what D answers instead of tokens, and counts what is D's or a gateway's fault."""
-        if status in (400, 404):
-            words = "%s: %s %s: HTTP %d, %s"
-            said = (asked.request_id, upstream.role, upstream.url, status, _UNEQUAL)
-            self.tell((upstream.url, status), words, *said)
-        elif status >= 500 or status in _BEGAN_NOTHING:
-            self._refused(upstream, asked, status)
+    def note_decoded(self, asked: Asked, answer: httpx.Response, first: bytes = b"") -> None:
+        """Notes D's answer, of whose body `first` has come, as `note_answer` does."""
+        media_type = answer.headers.get("content-type", "application/json")
+        url = str(answer.url).removesuffix(asked.path)
+        told = WholeAnswer(answer.status_code, first, media_type)
+        self.note_answer(asked, "decode", url, told)
+
+    def note_answer(self, asked: Asked, role: Role, url: str, answer: WholeAnswer) -> None:
+        """Logs an answer that is no success, and counts it unless it is the client's fault.
+
+        answer: as much of its body as has come.
+        """
+        status, said = answer.status, message_of(answer.content)
+        if answer.is_success:
+            return
+        words = f"{said and ': '}{said}"
+        if _is_at_fault(status):
+            self.counts.failures.labels(role, "status").inc()
+            words += _hint_of(answer)
+        elif status in (400, 404):
+            words += _UNEQUAL.format("D" if role == "prefill" else "P")
+        line = "%s: %s %s: HTTP %d%s"
+        self.tell((url, status), line, asked.request_id, role, url, status, words)
 
     def tell(
         self, about: Hashable, words: str, *values: object, level: int = logging.WARNING
@@ -198,17 +224,24 @@ class Calls:
         said = (asked.request_id, upstream.role, upstream.url, error)
         self.tell((upstream.url, reason), "%s: %s %s: %r", *said)
 
-    def _refused(self, upstream: Upstream, asked: Asked, status: int) -> None:
-        self.counts.failures.labels(upstream.role, "status").inc()
-        said = (asked.request_id, upstream.role, upstream.url, status)
-        self.tell((upstream.url, status), "%s: %s %s: HTTP %d", *said)
-
 
 def reason_of(error: httpx.TransportError) -> str:
     """Returns a failed call in one word, for the metrics."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return "connect"
     return "timeout" if isinstance(error, httpx.TimeoutException) else "broken"
+
+
+def _is_at_fault(status: int) -> bool:
+    """True if an instance, or a proxy before it, did not do what it should; else the client."""
+    return status >= 500 or 300 <= status < 400 or status in _BEGAN_NOTHING
+
+
+def _hint_of(answer: WholeAnswer) -> str:
+    if 300 <= answer.status < 400:
+        return _REDIRECT
+    is_of_a_proxy = answer.status in (502, 503, 504) and "json" not in answer.media_type
+    return _BETWEEN if is_of_a_proxy else ""
 
 
 def _content(body: Json) -> bytes:

@@ -132,6 +132,7 @@ class Exchange:
             await close(response)
             raise
         self.routed.timer.end("decode")
+        self._calls.note_decoded(asked, response, first)
         return OpenAnswer.of_response(response, first, chunks)
 
     async def _pass_on(self, answer: OpenAnswer, send: Send) -> None:
@@ -202,9 +203,6 @@ class ConcurrentExchange(Exchange):
             published = await self._prefilled(self._asked, REMOTE_DECODE | params)
         except Refusal as refusal:
             self._refusal = refusal
-            words = "%s: P refused it: HTTP %d"
-            said = (self._asked.request_id, refusal.status)
-            self._calls.tell(("refused", refusal.status), words, *said, level=logging.INFO)
         else:
             if published is not None and not _is_doubtful(published):
                 return

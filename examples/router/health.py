@@ -9,7 +9,7 @@ from typing import NamedTuple
 import anyio
 import httpx
 
-from examples.router.bodies import Json, parse
+from examples.router.bodies import Json, message_of, parse
 from examples.router.upstreams import Upstream
 from examples.router.whole import PROBE_BYTES, PROBE_S, WholeAnswer, ask
 
@@ -29,7 +29,8 @@ class Health:
     def of(cls, answer: WholeAnswer) -> Health:
         """Returns the state in an instance's answer; vLLM's is empty."""
         if not answer.is_success:
-            return cls(error=f"HTTP {answer.status}")
+            words = message_of(answer.content)
+            return cls(error=f"HTTP {answer.status}{words and ': '}{words}")
         try:
             said = parse(answer.content)
         except ValueError:

@@ -80,9 +80,9 @@ class RequestRecord:
         return fields | {"reason": self.reason.value if self.reason else None}
 
 
-def plain(text: object) -> str:
+def plain(text: object, most_chars: int = _MOST_CHARS) -> str:
     """Returns a client's text cut short and without control characters, fit for a log."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:_MOST_CHARS])
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:most_chars])
 
 
 @dataclass

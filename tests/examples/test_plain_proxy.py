@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shlex
 import uuid
 
 import anyio
@@ -14,7 +16,7 @@ from starlette.testclient import TestClient
 from examples.plain_proxy import ASK_P, make_app
 from tests.examples.test_mini_server import TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of, until
-from tests.support.router_kit import Fake, Servers
+from tests.support.router_kit import BODY, Fake, Servers, routed
 
 PROMPT = "A block is stored under its key, and " * 5
 
@@ -134,6 +136,17 @@ def test_d_loads_the_prompt_behind_the_plain_proxy(pair, is_stream):
         answer = client.post("/v1/completions", json=body)
     assert said(answer)["usage"]["pdstore"]["computed_tokens"] == 1
     assert answer.headers["content-type"].startswith("text/event-stream") == is_stream
+
+
+@pytest.mark.anyio
+async def test_the_line_that_the_router_proposes_shows_whether_p_hands_over(pair, caplog):
+    p, d = pair
+    async with routed([Fake()], [Fake()]) as client:
+        await client.post("/v1/completions", json=BODY)
+    [line] = re.findall(r"curl .*}}'", caplog.text)
+    *_, body = shlex.split(line)
+    answers = [each.client.post("/v1/completions", content=body).json() for each in (p, d)]
+    assert ["kv_transfer_params" in each for each in answers] == [True, False]
 
 
 @pytest.mark.anyio

@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from starlette.responses import Response
 
 from examples.router.__main__ import main
 from examples.router.app import Options, make_app
@@ -30,6 +31,7 @@ from tests.support.router_kit import (
     PARAMS,
     Fake,
     listening,
+    metric,
     nobody,
     routed,
     says,
@@ -53,12 +55,15 @@ async def test_health_tells_the_state_of_every_instance() -> None:
     assert (without_d.status_code, without_d.json()["status"]) == (503, "down")
 
 
-async def test_a_p_that_hands_nothing_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_p_that_hands_nothing_over_is_told_with_how_to_find_out_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with routed([Fake()], [Fake()]) as client:
         for _ in range(3):
             await client.post("/v1/completions", json=BODY)
     said = "--prefill must be the URL of an instance started with PD_TRANSFER_VIA_STORAGE=1,"
     assert caplog.text.count(f"{said} PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1") == 1
+    assert "Or a proxy or gateway between removes them" in caplog.text
 
 
 async def test_one_url_for_p_and_d_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,10 +83,69 @@ async def test_a_request_that_d_alone_refuses_is_told_with_the_options_that_may_
         answer = await client.post("/v1/completions", json=BODY)
     assert (answer.status_code, answer.json()) == (404, error)
     assert "decode http://127.0.0.1:" in caplog.text
-    assert "HTTP 404, which goes to the client; if P took the request, give P and D the same" in (
-        caplog.text
-    )
+    assert "which goes to the client; if P took the request, give P and D the same" in caplog.text
     assert "--served-model-name and --max-model-len" in caplog.text
+    assert "HTTP 404: the model 'm' does not exist: this is 'other'" in caplog.text
+
+
+async def test_a_request_that_p_alone_refuses_is_told_with_the_instance(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = {"error": {"message": "the model 'm' does not exist:\nthis is 'other'"}}
+    async with routed([Fake(says(error, 404))], [Fake()]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()) == (404, error)
+    assert "prefill http://127.0.0.1:" in caplog.text
+    assert "HTTP 404: the model 'm' does not exist:?this is 'other', which goes to" in caplog.text
+    assert "if D took the request, give P and D the same --served-model-name" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_a_load_balancer_answers_is_told_as_such(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def page(body: dict[str, Any]) -> Response:
+        return Response("<html>Gateway Time-out</html>", 504, media_type="text/html")
+
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake()
+    ({"prefill": p, "decode": d}[role]).reply = page
+    async with routed([p], [d]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        failures = f'router_upstream_failures_total{{reason="status",role="{role}"'
+        assert await metric(client, failures) == 1
+    assert answer.status_code == (504 if role == "decode" else 200)
+    assert "HTTP 504: not in an engine's form, so a proxy or load balancer before it" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_redirect_is_told_and_no_answer_of_p(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake()
+    ({"prefill": p, "decode": d}[role]).reply = says({}, 308)
+    async with routed([p], [d]) as client:
+        await client.post("/v1/completions", json=BODY)
+    assert "HTTP 308: a redirect, which is not followed: write the URL of the" in caplog.text
+    assert "without kv_transfer_params" not in caplog.text
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_status_port_is_told_to_be_none_of_an_api(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = StatusServer(0, dict)
+    wrong: list[Fake | str] = [page.url]
+    p, d = (wrong, [Fake()]) if role == "prefill" else ([Fake()], wrong)
+    said = (
+        "this is pdstore's status page: requests, /health and /metrics are at the port of the API"
+    )
+    async with routed(p, d) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        health = (await client.get("/health")).json()
+    await anyio.to_thread.run_sync(page.close)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, said)
+    assert health["reasons"] == [f"{role} {page.url}: HTTP 404: {said}"]
+    assert f"{role} {page.url}: HTTP 404: {said}" in caplog.text
 
 
 async def test_every_metric_of_the_page_is_there_from_the_start_with_0() -> None:
@@ -181,7 +245,7 @@ async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
 
 
 @pytest.mark.parametrize("option", ["--prefill", "--decode"])
-@pytest.mark.parametrize("ending", ["/v1", "/v1/"])
+@pytest.mark.parametrize("ending", ["/v1", "/v1/", "/v1/completions"])
 def test_a_url_with_v1_is_refused_with_the_one_to_write(
     option: str, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +253,16 @@ def test_a_url_with_v1_is_refused_with_the_one_to_write(
     with pytest.raises(SystemExit):
         main(["--prefill", "http://p", "--decode", "http://d", option, url])
     said = f"argument {option}: {url}: write http://127.0.0.1:8100, the router adds /v1 itself"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["http://d1,http://d2", "http://d1:1,http://d2:2", "http://a b"])
+def test_several_urls_in_one_option_are_refused_with_what_to_write(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--prefill", "http://p", "--decode", given])
+    said = f"{given!r} is not one URL: give the option once for each: --decode http://d1 --decode"
     assert said in capsys.readouterr().err
 
 
