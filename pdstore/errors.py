@@ -11,6 +11,7 @@
     + StoreUnavailable (ConnectionError)
     + StoreTimeout (TimeoutError)
     + StoreFull
+    + ValueRefused                    a value is longer than the server takes; the store works
     + StoreDenied (PermissionError)
     + StoreClosed
     + BadValue                        a stored value must not be used and should be removed
@@ -104,6 +105,10 @@ class StoreTimeout(StoreError, TimeoutError):
 
 class StoreFull(StoreError):
     """The store has no room for a value, and cannot evict other values to make room."""
+
+
+class ValueRefused(StoreError):
+    """The store works, and does not take or give a value as long as that of key `num_done`."""
 
 
 class StoreDenied(StoreError, PermissionError):

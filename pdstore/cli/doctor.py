@@ -62,11 +62,6 @@ _LOST = (
     "find out who takes values away: other users of the store, an eviction for want of room, a life"
     " (PDSTORE_BLOCK_TTL_S) that is too short, or two servers behind one address"
 )
-_LARGE = (
-    "small values pass and large ones do not: raise the server's limits of sizes; its log names the"
-    " one (redis: proto-max-bulk-len, client-query-buffer-limit, client-output-buffer-limit,"
-    " maxmemory-clients)"
-)
 _MORE = "give the store more memory, or empty it"
 
 
@@ -135,8 +130,7 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
         if error.step == "find":
             said = f"values were lost at once: {error.why}"
             return bad("room", said, "give the store more memory: it evicts what was just put")
-        is_cut = _ends_connection(error.__cause__)  # `try_store` has moved small values
-        remedy = _LARGE if is_cut else error.remedy or _remedy_of(error.__cause__)
+        remedy = error.remedy or _remedy_of(error.__cause__)
         return bad(f"speed: {error.step}", error.why, remedy)
     seconds = tried.seconds
     rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
@@ -153,12 +147,6 @@ def _remedy_of(cause: BaseException | None) -> str:
     remedies |= {StoreTimeout: "find out why the server is slow or hangs"}
     known = (remedy for kind, remedy in remedies.items() if isinstance(cause, kind))
     return next(known, "see the store's own words above, and its log")
-
-
-def _ends_connection(cause: BaseException | None) -> bool:
-    while cause is not None and not isinstance(cause, StoreUnavailable):
-        cause = cause.__cause__
-    return cause is not None
 
 
 def check_server(store: Store) -> Iterator[Finding]:

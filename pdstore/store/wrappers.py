@@ -17,6 +17,7 @@ from pdstore.errors import (
     StoreFull,
     StoreTimeout,
     StoreUnavailable,
+    ValueRefused,
 )
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
@@ -83,7 +84,8 @@ class WrapperStore(Store):
 
 
 # Errors that do not count as failures of the store.
-_HEALTHY = (BadValue, StoreFull, StoreClosed)
+_HEALTHY = (BadValue, StoreFull, StoreClosed, ValueRefused)
+_ABOUT_PUTS = (StoreFull, ValueRefused)  # `problem` keeps these until a put succeeds
 _QUICK_S = 0.02
 _PROBE_S = 0.1  # a probe without an answer after this time shows that the store hangs
 OPEN_S = 1.0
@@ -106,8 +108,9 @@ class GuardedStore(WrapperStore):
     notices that its store is back. If the last failure came quickly, as from a replica, callers'
     calls are made as well. A search that takes longer than a tenth of a second opens the breaker.
 
-    problem: the message of the store's last failure or of its last StoreFull; None if all is well.
-      The next successful call clears a failure; only the next successful put clears a StoreFull.
+    problem: the message of the store's last failure, or of its last StoreFull or ValueRefused; None
+      if all is well. The next successful call clears a failure; only the next successful put clears
+      a StoreFull or a ValueRefused.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class GuardedStore(WrapperStore):
         self._is_quick = not is_lasting and took_s < _QUICK_S
         self._refusal = StoreDenied if isinstance(error, StoreDenied) else StoreUnavailable
         self._remedy = error.remedy
-        is_full = isinstance(error, StoreFull)
+        is_full = isinstance(error, _ABOUT_PUTS)
         if is_full or not isinstance(error, _HEALTHY):
             self.problem = str(error)
             self._is_full = is_full

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import redis
 from redis.exceptions import InvalidResponse, RedisError
+
+from pdstore.errors import ValueRefused
 
 CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError)
 """Errors about a connection, not about one key."""
@@ -63,14 +67,18 @@ _REMEDIES = {
 }
 """Remedies, each under words that the text of an error of redis-py or of a server contains."""
 
-ENDED = (
-    "see the server's log: it, or a proxy, ended the connection. If `pdstore doctor` says that only"
-    " large values end so, raise proto-max-bulk-len, client-query-buffer-limit,"
-    " client-output-buffer-limit and maxmemory-clients. The URL of one that speaks TLS is {tls}://"
+_ENDED = (
+    "see the server's log: it, or a proxy, ended the connection. The URL of one that speaks TLS is"
+    " {tls}://"
 )
-"""The remedy where a connection ends within a call."""
-
 _ENDINGS = ("reset by peer", "closed by server", "Broken pipe", "closed the connection")
+_TOO_LARGE = re.compile(r"bulk length|request size|maximum allowed size|too (large|big|long)")
+_RAISE = (
+    "small values pass: raise the limit of sizes above this one; the server's log names it"
+    " (proto-max-bulk-len, client-query-buffer-limit, client-output-buffer-limit or"
+    " maxmemory-clients; a proxy has one of its own). Or make values smaller: PDSTORE_BLOCK_TOKENS,"
+    " the same for P and D"
+)
 _MOST_WORDS = 200  # characters; redis explains some errors in 900
 
 
@@ -93,8 +101,22 @@ def remedy_of(label: str, error: RedisError) -> str:
         )
     if isinstance(error, CONNECTION_ERRORS) and any(words in said for words in _ENDINGS):
         tls = scheme.replace("redis", "rediss").replace("valkey", "valkeys")
-        return ENDED.format(tls=tls)
+        return _ENDED.format(tls=tls)
     return _SILENT if said == "Timeout reading from socket" else ""
+
+
+def may_be_about_size(error: object) -> bool:
+    """True if an error, or a connection that ended, may be about a value's length alone."""
+    words = str(error)
+    if isinstance(error, redis.ConnectionError):
+        return any(ending in words for ending in _ENDINGS)
+    return isinstance(error, redis.ResponseError) and bool(_TOO_LARGE.search(words))
+
+
+def refused_value(label: str, key: object, num_bytes: int, num_done: int) -> ValueRefused:
+    """Returns the error about a value that ends each connection that moves it."""
+    said = f"{label}: the server, or a proxy, refuses a value of {num_bytes:,} bytes: {key}"
+    return ValueRefused(said, num_done=num_done, remedy=_RAISE)
 
 
 def short(words: str) -> str:

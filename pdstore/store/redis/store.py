@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,14 @@ from pdstore.store.redis.connection import (
     open_servers,
     refuses_writes,
 )
+from pdstore.store.redis.remedies import may_be_about_size, refused_value
 from pdstore.store.redis.server import server_doubts
 from pdstore.store.url import StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
 _LEASE_MARGIN_S = 5.0
+_SMALL = 64 << 10  # bytes; no server has a limit for values that is below it
 _POLICY = "maxmemory-policy"
 _GLOB = re.compile(r"[][*?\\]")
 _REPLIES: dict[object, type | tuple[type, ...]] = {
@@ -119,7 +122,8 @@ class RedisStore(Store):
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):
-            replies = self._replies([("GET", keys[i]) for i in part], part.start)
+            commands: list[Command] = [("GET", keys[i]) for i in part]
+            replies = self._moved(commands, slots.sizes, part.start)
             for i, data in enumerate(replies, part.start):
                 if data is None:
                     return i
@@ -137,7 +141,7 @@ class RedisStore(Store):
                 ttl_s = self._ttl_s[kind_of(keys[i])]
                 life = () if ttl_s is None else ("EX", ttl_s)
                 commands.append(("SET", keys[i], slots.value(i), *life, "NX"))
-            list(self._replies(commands, part.start))
+            list(self._moved(commands, slots.sizes, part.start))
         return len(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
@@ -222,6 +226,54 @@ class RedisStore(Store):
             if cause is not None or not isinstance(reply, kind):
                 raise error_of(self.label, reply, commands[i][1], num_done + i) from cause
             yield reply
+
+    def _moved(
+        self, commands: Sequence[Command], sizes: Sequence[int], num_done: int
+    ) -> Iterator[Any]:
+        """Yields replies as `_replies` does, to commands that move large values.
+
+        A server or a proxy ends the connection at a value that is longer than it allows. So if the
+        connection ends, each value that is left is moved alone.
+
+        sizes: bytes of each value of the call, whose first `num_done` are moved already.
+        """
+        at = num_done
+        try:
+            for at, reply in enumerate(self._replies(commands, num_done), num_done):
+                yield reply
+                at += 1
+        except StoreError as error:
+            if max(sizes) < _SMALL or not may_be_about_size(error.__cause__):
+                raise
+            cut = error
+        else:
+            return
+        for i in range(at, num_done + len(commands)):
+            yield self._moved_alone(commands[i - num_done], sizes[i], i, cut)
+
+    def _moved_alone(
+        self, command: Command, num_bytes: int, number: int, cut: StoreError
+    ) -> object:
+        """Returns the reply to a command whose connection has ended before, maybe by its value.
+
+        Raises ValueRefused if it ends again, and the server works before and after that; `cut` if
+        the server does not answer now.
+        """
+        if not self._answers(command):
+            raise cut
+        try:
+            return next(self._replies([command], number))
+        except StoreError as error:
+            is_of_value = num_bytes >= _SMALL and may_be_about_size(error.__cause__)
+            if not (is_of_value and self._answers(command)):
+                raise
+            raise refused_value(self.label, command[1], num_bytes, number) from error
+
+    def _answers(self, command: Command) -> bool:
+        """Returns whether the server that a command goes to answers now."""
+        with contextlib.suppress(StoreError):
+            return isinstance(self._ask([("EXISTS", command[1])])[0], int)
+        return False
 
     def _ask(self, commands: Sequence[Command], num_done: int = 0) -> list[object]:
         """Returns the servers' replies, some may be errors. Raises StoreError if none came."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import select
 import socket
 import socketserver
@@ -14,11 +15,15 @@ import redis
 from examples.ports import free_port
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import check_server, doctor
-from pdstore.errors import StoreError
+from pdstore.errors import StoreError, StoreUnavailable, ValueRefused
 from pdstore.format.keys import POOL_ID_KEY
+from pdstore.metrics import Metrics
+from pdstore.settings import Settings
+from pdstore.store import open_store
 from pdstore.store.redis.remedies import remedy_of, short
-from pdstore.testing import fresh_keys
-from pdstore.testing.values import start_background
+from pdstore.store.wrappers import GuardedStore
+from pdstore.testing import content, fresh_keys
+from pdstore.testing.values import get, put, start_background
 from tests.support.kv import eventually
 from tests.support.redis_server import make_certificate
 from tests.support.redis_store import opened, put_one
@@ -71,18 +76,23 @@ def test_a_server_that_cannot_write_its_snapshot_is_red_and_says_so_to_who_store
 
 
 @contextlib.contextmanager
-def one_address_of(*ports):
-    """Serves an address whose connections go to the ports in turn, as a Service's do."""
+def one_address_of(*ports, most=math.inf):
+    """Serves an address whose connections go to the ports in turn, as a Service's do.
+
+    most: a connection ends when its client has sent more bytes than that.
+    """
     turns = itertools.cycle(ports)
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self):
+            num_sent = 0
             with socket.create_connection(("127.0.0.1", next(turns))) as there:
                 ends = {self.request: there, there: self.request}
-                while True:
+                while num_sent <= most:
                     for end in select.select([*ends], [], [], 10)[0]:
                         if not (data := end.recv(1 << 16)):
                             return
+                        num_sent += len(data) if end is self.request else 0
                         ends[end].sendall(data)
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
@@ -185,7 +195,7 @@ def test_a_certificate_for_another_host_is_not_called_an_unknown_authority(
         ("rediss://h", "CERTIFICATE_VERIFY_FAILED: certificate has expired", "renew the server's"),
         ("rediss://h", "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "the clock of"),
         ("rediss://h", "CERTIFICATE_VERIFY_FAILED: self-signed certificate", "?ca=/path/ca.pem"),
-        ("redis://h", "Connection closed by server.", "proto-max-bulk-len"),
+        ("redis://h", "Connection closed by server.", "or a proxy, ended the connection"),
         ("redis://h", "Error while reading: Connection reset by peer", "one that speaks TLS"),
         ("redis://${HOST}", "Error -2 connecting: Name or service not known.", "host's name"),
     ],
@@ -202,7 +212,87 @@ def test_a_limit_of_sizes_is_named_where_small_values_pass_and_large_ones_break(
     assert found["round trip"]["level"] == "ok"
     assert found["speed: save"]["level"] == "bad"
     assert "proto-max-bulk-len" in found["speed: save"]["remedy"]
-    assert "its log names the one" in found["speed: save"]["remedy"]
+    assert "the server's log names it" in found["speed: save"]["remedy"]
+
+
+LIMITS = [
+    ("proto-max-bulk-len", 1 << 20, 3 << 20),
+    ("client-query-buffer-limit", 1 << 20, 3 << 20),
+    ("maxmemory-clients", 2 << 20, 12 << 20),
+]
+
+
+def refused_puts(url, size, times=4):
+    """Puts a value of a size behind a breaker, again and again; returns the errors."""
+    with contextlib.closing(GuardedStore(open_store(url, Settings()), Metrics())) as store:
+        small, large = fresh_keys(2)
+        errors = []
+        for _ in range(times):
+            with pytest.raises(StoreError) as caught:
+                put_one(store, large, size)
+            errors.append(caught.value)
+            assert not store.is_open
+            assert store.problem == str(caught.value), "the page shows it"
+            put_one(store, small)
+            assert store.match([small, large]) == 1
+        return errors
+
+
+@pytest.mark.parametrize(("option", "limit", "size"), LIMITS)
+def test_a_value_over_the_servers_limit_says_nothing_about_the_server(
+    redis_server, option, limit, size
+):
+    server = redis_server("--maxmemory", "1gb")
+    with server.client() as client:
+        client.config_set(option, limit)
+    for error in refused_puts(server.url, size):
+        assert isinstance(error, ValueRefused)
+        assert option in error.remedy
+        assert f"a value of {size:,} bytes" in str(error)
+
+
+def test_a_value_that_a_proxy_does_not_let_through_is_told_as_such(redis_server):
+    with one_address_of(redis_server("--maxmemory", "1gb").port, most=1 << 20) as url:
+        for error in refused_puts(url, 2 << 20):
+            assert isinstance(error, ValueRefused)
+            assert "a proxy has one of its own" in error.remedy
+
+
+def test_a_value_over_the_limit_of_replies_is_no_fault_of_the_server(redis_server):
+    server, [key] = redis_server("--maxmemory", "1gb"), fresh_keys(1)
+    with contextlib.closing(GuardedStore(open_store(server.url, Settings()), Metrics())) as store:
+        put_one(store, key, 3 << 20)
+        with server.client() as client:
+            client.config_set("client-output-buffer-limit", "normal 1048576 0 0")
+        for _ in range(4):
+            with pytest.raises(ValueRefused):
+                get(store, [key], [3 << 20])
+        assert not store.is_open
+
+
+def test_the_values_before_and_after_a_refused_one_are_whole(redis_server):
+    server, keys = redis_server("--maxmemory", "1gb"), fresh_keys(3)
+    values = [
+        content(key, size) for key, size in zip(keys, (1 << 19, 3 << 20, 1 << 19), strict=True)
+    ]
+    with server.client() as client:
+        client.config_set("proto-max-bulk-len", 1 << 20)
+    with opened(server.url) as store:
+        with pytest.raises(ValueRefused) as caught:
+            put(store, keys, values)
+        assert caught.value.num_done == 1
+        assert get(store, keys[:1], [1 << 19]) == values[:1]
+        assert store.which_stored(keys) == [True, False, False]
+
+
+@pytest.mark.parametrize("size", [8, 3 << 20])
+def test_a_server_that_ends_every_connection_is_no_limit_of_sizes(redis_server, size):
+    with (
+        one_address_of(redis_server().port, most=0) as url,
+        opened(url) as store,
+        pytest.raises(StoreUnavailable),
+    ):
+        put_one(store, *fresh_keys(1), size)
 
 
 def test_a_long_explanation_ends_with_a_sentence():
