@@ -105,10 +105,15 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)",
     )
-    add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
-    add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
+    _add_reports(parser)
     _add_limits(parser)
     return parser
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
+    add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
