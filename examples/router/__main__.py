@@ -92,19 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     affinity = "none: instances take turns. prefix: a prompt goes where most of it went before"
     add("--affinity", choices=("none", "prefix"), default="none", help=affinity)
-    add(
-        "--first-token",
-        choices=("prefill", "decode"),
-        default="decode",
-        help="whose first token the client gets. prefill: P's, at once, and D goes on behind it"
-        " (completions whose tokens are chosen one by one; others as with decode)",
+    first_token = (
+        "whose first token the client gets. prefill: P's, at once, and D goes on behind it"
+        " (completions whose tokens are chosen one by one; others as with decode)"
     )
-    add(
-        "--retries",
-        type=_count,
-        default=0,
-        help="how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)",
-    )
+    add("--first-token", choices=("prefill", "decode"), default="decode", help=first_token)
+    again = "how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)"
+    add("--retries", type=_count, default=0, help=again)
     _add_reports(parser)
     _add_limits(parser)
     return parser
