@@ -49,6 +49,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError, with the reason, for a configuration that is not supported."""
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise ConfigError(
+            "this model has no KV cache, so there is nothing to hand over: turn pdstore off"
+            " (PD_TRANSFER_VIA_STORAGE=0, and no PDStoreConnector in --kv-transfer-config)"
+        )
     has_windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
     is_old = not hasattr(base, "KVConnectorTransferResults")
     refusals = {

@@ -13,6 +13,9 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
+GROUP = SimpleNamespace(kv_cache_spec=None)
+"""A KV group of layers that no test looks at."""
+
 
 class BlockPool:
     """Counts references to blocks, as vLLM's BlockPool does."""

@@ -31,7 +31,7 @@ from pdstore.adapters.vllm.describe import (
     tells_paths_apart,
 )
 from pdstore.errors import ConfigError, LayoutError
-from tests.adapters.vllm.standins import vllm_request
+from tests.adapters.vllm.standins import GROUP, vllm_request
 from tests.support.instances import instance as instance
 
 
@@ -67,7 +67,7 @@ def vllm_config(enable_sleep_mode=False, calculate_kv_scales=False, **parallel):
     )
 
 
-KV_CACHE = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+KV_CACHE = SimpleNamespace(kv_cache_groups=[GROUP])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,11 @@ def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
     refuse_unsupported(vllm_config(), KV_CACHE)
     with pytest.raises(ConfigError, match=reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
+
+
+def test_a_model_without_a_kv_cache_is_refused_with_the_switch_to_turn_off():
+    with pytest.raises(ConfigError, match=r"no KV cache.*PD_TRANSFER_VIA_STORAGE=0"):
+        refuse_unsupported(vllm_config(), SimpleNamespace(kv_cache_groups=[]))
 
 
 NAMES = ["layer.0", "layer.1"]

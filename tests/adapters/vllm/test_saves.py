@@ -14,7 +14,7 @@ from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.scheduler import Saves
 from pdstore.engine.request import EngineRequest, SavePlan
 from pdstore.format.layout import NO_BLOCK
-from tests.adapters.vllm.standins import BlockPool
+from tests.adapters.vllm.standins import GROUP, BlockPool
 from tests.adapters.vllm.test_walk import Engine
 from tests.support.kv import eventually, settings_of
 
@@ -140,7 +140,7 @@ def connector(instance, monkeypatch):
         cache_config=SimpleNamespace(),
         model_config=SimpleNamespace(),
     )
-    caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
+    caches = SimpleNamespace(kv_cache_groups=[GROUP], num_blocks=64)
     connector = PDStoreConnector(config, KVConnectorRole.WORKER, caches)
     connector.worker.use_pool(instance.pool, layers=["a", "b", "c"])
     monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from pdstore import KVPool, Layout
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import RankLayout
-from tests.adapters.vllm.standins import BlockPool, vllm_request
+from tests.adapters.vllm.standins import GROUP, BlockPool, vllm_request
 from tests.support.kv import LAYERS, caches_of, eventually, settings_of
 from tests.support.walk import Tracer
 
@@ -51,7 +51,7 @@ class Engine:
             cache_config=SimpleNamespace(),
             model_config=SimpleNamespace(max_model_len=512),
         )
-        caches = SimpleNamespace(kv_cache_groups=[], num_blocks=64)
+        caches = SimpleNamespace(kv_cache_groups=[GROUP], num_blocks=64)
         layout = Layout.of(
             settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope=""
         )
