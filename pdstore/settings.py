@@ -43,6 +43,12 @@ def set_missing_variables(defaults: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def plugins_of_vllm() -> list[str] | None:
+    """Returns the names in VLLM_PLUGINS, with their blanks as vLLM does; None if it is not set."""
+    names = os.environ.get("VLLM_PLUGINS")
+    return None if names is None else names.split(",")
+
+
 _FILES_OF_MOONCAKE = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 
 

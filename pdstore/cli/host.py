@@ -10,7 +10,7 @@ from pathlib import Path
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
-from pdstore.settings import Settings, doubts_of
+from pdstore.settings import Settings, doubts_of, plugins_of_vllm
 from pdstore.status.server import settings_of
 from pdstore.store.url import StoreURL
 
@@ -42,6 +42,7 @@ def check_settings(
             "PD_TRANSFER_VIA_STORAGE is 0: an engine with these settings does not use pdstore",
             "export PD_TRANSFER_VIA_STORAGE=1 for P and for D",
         )
+    yield from _check_plugins(settings)
     if settings.block_tokens % engine_block:
         yield bad(
             "block size",
@@ -52,6 +53,18 @@ def check_settings(
         )
     yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
     yield from _check_place(settings)
+
+
+def _check_plugins(settings: Settings) -> Iterator[Finding]:
+    plugins = plugins_of_vllm()
+    if settings.pd_transfer_via_storage and plugins is not None and "pdstore" not in plugins:
+        others = [each for one in plugins if (each := one.strip()) not in ("", "pdstore")]
+        yield warn(
+            "plugins",
+            f"VLLM_PLUGINS={','.join(plugins)} leaves pdstore out: vLLM then ignores the switch,"
+            " without a word",
+            f"write VLLM_PLUGINS={','.join([*others, 'pdstore'])}, without blanks",
+        )
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:

@@ -38,6 +38,27 @@ def test_the_switch_that_is_off_is_yellow():
     assert "PD_TRANSFER_VIA_STORAGE=1" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (None, None),
+        ("pdstore", None),
+        ("other,pdstore", None),
+        ("", "pdstore"),
+        ("other", "other,pdstore"),
+        ("other, pdstore", "other,pdstore"),
+    ],
+)
+def test_plugins_of_vllm_that_leave_pdstore_out_are_yellow(monkeypatch, names, wanted):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if names is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+    found = [f for f in check_settings(read_settings(**ON), 16) if f.subject == "plugins"]
+    assert [f.level for f in found] == ([Level.WARN] if wanted else [])
+    assert [f"VLLM_PLUGINS={wanted}," in f.remedy for f in found] == [True] * len(found)
+    assert not [f for f in check_settings(read_settings(), 16) if f.subject == "plugins"]
+
+
 def test_a_block_that_is_no_multiple_of_the_engines_is_red():
     assert levels(block_tokens=24)["block size"] is Level.BAD
     assert "block size" not in levels(block_tokens=24, engine_block=8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdstore.errors import ConfigError
-from pdstore.settings import origin_of, read_engine_settings, read_settings
+from pdstore.settings import origin_of, plugins_of_vllm, read_engine_settings, read_settings
 from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's handlers print it
@@ -74,14 +74,12 @@ def log_where_vllm_logs() -> None:
 
 def warn_if_plugin_is_off() -> None:
     """Warns if VLLM_PLUGINS leaves pdstore out, so that only its connector is loaded."""
-    from vllm import envs
-
-    names = envs.VLLM_PLUGINS
+    names = plugins_of_vllm()
     if names is not None and ENTRY_POINT not in names:
         log.warning(
             "VLLM_PLUGINS=%s leaves %s out: nothing checks its settings before the model is"
             " loaded, and an entry of a %s inherits neither kv_load_failure_policy nor kv_role."
-            " Add %s to VLLM_PLUGINS",
+            " Add %s to VLLM_PLUGINS, without blanks",
             ",".join(names),
             ENTRY_POINT,
             _MULTI,

@@ -10,6 +10,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_plugins_by_group
 
 from pdstore.adapters.vllm import plugin
 from pdstore.errors import ConfigError
@@ -273,7 +274,14 @@ def test_entries_that_contradict_or_cannot_be_used_end_the_start(
 
 
 @pytest.mark.parametrize(
-    ("names", "is_told"), [(None, False), ("other,pdstore", False), ("", True), ("other", True)]
+    ("names", "is_told"),
+    [
+        (None, False),
+        ("other,pdstore", False),
+        ("", True),
+        ("other", True),
+        ("other, pdstore", True),
+    ],
 )
 def test_plugins_without_pdstores_are_one_warning(monkeypatch, log, names, is_told):
     [entry] = importlib.metadata.entry_points(group="vllm.general_plugins", name=plugin.ENTRY_POINT)
@@ -283,3 +291,4 @@ def test_plugins_without_pdstores_are_one_warning(monkeypatch, log, names, is_to
         monkeypatch.setenv("VLLM_PLUGINS", names)
     plugin.warn_if_plugin_is_off()
     assert ["Add pdstore to VLLM_PLUGINS" in said for said in messages_of(log)] == [True] * is_told
+    assert (plugin.ENTRY_POINT in load_plugins_by_group("vllm.general_plugins")) is not is_told
