@@ -15,10 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from pdstore.adapters.vllm import describe, stats
 from pdstore.adapters.vllm.contents import Contents
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
-from pdstore.adapters.vllm.plugin import log_where_vllm_logs, warn_if_plugin_is_off
+from pdstore.adapters.vllm.plugin import (
+    log_where_vllm_logs,
+    refuse_other_policy,
+    warn_if_plugin_is_off,
+)
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-from pdstore.errors import ConfigError, Reason
+from pdstore.errors import Reason
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -68,9 +72,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._worker: PDStoreConnectorWorker | None = None
         if role is base.KVConnectorRole.SCHEDULER:
             warn_if_plugin_is_off()
-            fails = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
-            if settings.on_miss == "fail" and not fails:
-                raise ConfigError("PDSTORE_ON_MISS=fail needs kv_load_failure_policy=fail")
+            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+            refuse_other_policy(settings, policy)
+            fails = policy == "fail"
             if fails:
                 log.warning("kv_load_failure_policy is fail: a lost block fails its request")
             parallel = vllm_config.parallel_config

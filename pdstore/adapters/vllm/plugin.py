@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdstore.errors import ConfigError
-from pdstore.settings import origin_of, plugins_of_vllm, read_engine_settings, read_settings
+from pdstore.settings import (
+    Settings,
+    origin_of,
+    plugins_of_vllm,
+    read_engine_settings,
+    read_settings,
+)
 from pdstore.store.connect import check_store
 
 log = logging.getLogger("vllm.pdstore")  # a child of vLLM's logger: vLLM's handlers print it
@@ -125,11 +131,11 @@ def _check(transfer: Any, offloading_gib: float | None) -> None:
             " a MultiConnector in --kv-transfer-config"
         )
     if is_alone:
-        _check_settings(transfer.kv_connector_extra_config, transfer.kv_role)
+        _check_settings(transfer.kv_connector_extra_config, transfer)
         return
     for entry in entries:
         _inherit(entry, transfer)
-        _check_settings(entry.get("kv_connector_extra_config") or {}, transfer.kv_role)
+        _check_settings(entry.get("kv_connector_extra_config") or {}, transfer)
 
 
 def _entries(extra_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -157,13 +163,27 @@ def _inherit(entry: dict[str, Any], outer: Any) -> None:
             )
 
 
-def _check_settings(extra_config: dict[str, Any], kv_role: str) -> None:
+def refuse_other_policy(settings: Settings, policy: str) -> None:
+    """Raises ConfigError if vLLM's failure policy contradicts PDSTORE_ON_MISS=fail."""
+    if settings.on_miss == "fail" and policy != "fail":
+        raise ConfigError(
+            f"PDSTORE_ON_MISS=fail, but kv_load_failure_policy is {policy}, so vLLM would compute"
+            ' what is missing: write "kv_load_failure_policy": "fail" in --kv-transfer-config,'
+            " or leave PDSTORE_ON_MISS out"
+        )
+
+
+def _check_settings(extra_config: dict[str, Any], outer: Any) -> None:
     """Raises ConfigError for settings that cannot be used; warns of a role that is not vLLM's.
 
     With kv_both, any role of pdstore is right.
+
+    outer: the KVTransferConfig that vLLM obeys.
     """
     settings = read_settings(**extra_config)
     check_store(settings)
+    refuse_other_policy(settings, outer.kv_load_failure_policy)
+    kv_role = outer.kv_role
     if origin_of(settings, "role") == "default" or kv_role in ("kv_both", _KV_ROLES[settings.role]):
         return
     is_used = "role" in extra_config

@@ -226,6 +226,18 @@ def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configu
 
 
 @pytest.mark.parametrize("config", [ours, multi, nested])
+def test_a_policy_that_contradicts_on_miss_is_refused_before_a_model_is_loaded(
+    monkeypatch, configured, config
+):
+    entry = () if config is ours else ({},)
+    monkeypatch.setenv("PDSTORE_ON_MISS", "fail")
+    given = config(*entry, kv_load_failure_policy="fail")
+    assert configured(given) is given
+    with pytest.raises(ConfigError, match='write "kv_load_failure_policy": "fail"'):
+        configured(config(*entry, kv_load_failure_policy="recompute"))
+
+
+@pytest.mark.parametrize("config", [ours, multi, nested])
 def test_roles_that_disagree_are_one_warning(monkeypatch, configured, log, config):
     entry = () if config is ours else ({},)
     monkeypatch.setenv("PDSTORE_ROLE", "decode")
