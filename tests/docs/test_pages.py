@@ -41,8 +41,9 @@ def test_the_readme_and_the_security_page_say_when_shm_loads_what_was_not_verifi
     told = "in `shm://`, [with exceptions if a process changes it meanwhile](SECURITY.md#what-"
     assert told in readme
     section = security.partition("## What `shm://` verifies")[2].partition(" ## ")[0]
-    assert "D then sums what was copied, in its paged cache" in section
-    assert "writes to the arena's file between the sum and the copy makes wrong KV" in section
+    assert "device sums values in its own paged cache" in section
+    assert "writes to the arena's file between D's sum and D's copy makes wrong KV" in section
+    assert "writes between P's copy and P's sum makes wrong KV that is sealed as right" in section
     assert "takes `file://`, or sets a seal key" in section
 
 
