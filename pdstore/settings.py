@@ -83,15 +83,17 @@ _OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
 _NEAR = 0.82  # a misspelt name is at least as similar as this
 _NEAR_REST = 0.65  # the same of what follows PDSTORE_ in a name
 _SYNONYMS = {
-    **dict.fromkeys(
-        ("URL", "URI", "POOL", "BACKEND", "REDIS", "REDIS_URL", "ADDRESS", "HOST"), "STORE"
-    ),
+    **dict.fromkeys(("URL", "URI", "POOL", "BACKEND", "REDIS", "REDIS_URL"), "STORE"),
+    **dict.fromkeys(("ADDRESS", "HOST", "PATH", "DIR", "DIRECTORY", "CACHE_DIR"), "STORE"),
+    **dict.fromkeys(("TIMEOUT", "TIMEOUT_S"), "DEADLINE_S"),
     **dict.fromkeys(("PORT", "HTTP_PORT", "METRICS_PORT"), "STATUS_PORT"),
     **dict.fromkeys(("TTL", "TTL_S"), "BLOCK_TTL_S"),
     **dict.fromkeys(("BLOCK_SIZE", "PAGE_SIZE", "CHUNK_SIZE"), "BLOCK_TOKENS"),
     **dict.fromkeys(("WAIT", "WAIT_S"), "HANDOFF_WAIT_S"),
 }
 """Names that users guess, and the setting that each means; both without PDSTORE_."""
+_LOG_LEVELS = ("PDSTORE_LOG_LEVEL", "PDSTORE_LOGGING_LEVEL", "PDSTORE_DEBUG")
+_LOGGING = "pdstore logs at the engine's level (VLLM_LOGGING_LEVEL)"
 _OF_KUBERNETES = re.compile(  # it sets these in pods if a Service is called pdstore or pdstore-*
     r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP).*)"
 )
@@ -365,8 +367,9 @@ def read_engine_settings(**overrides: object) -> Settings:
     if str(given).lower() not in _OFF:
         return read_settings(**overrides)
     _refuse_slips({_SWITCH}, _SWITCH)
-    unused = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and os.environ[name]]
-    if unused := [name for name in unused if not _is_of_kubernetes(name)]:
+    short = {f"PD_{field.upper()}" for field in Settings.model_fields}  # with the switch's prefix
+    unused = [name for name in sorted(os.environ) if name.startswith(_PREFIX) or name in short]
+    if unused := [name for name in unused if os.environ[name] and not _is_of_kubernetes(name)]:
         is_forgotten = given == ""  # else it was switched off on purpose
         log.log(
             logging.WARNING if is_forgotten else logging.INFO,
@@ -395,6 +398,7 @@ def _refuse_slips(known: Set[str], prefix: str) -> None:
         near = _meant_by(upper, known)
         if near or upper.startswith(prefix):
             hint = f"did you mean {near}?" if near else "docs/settings.md lists them all"
+            hint = _LOGGING if upper in _LOG_LEVELS else hint
             raise ConfigError(f"unknown setting {name}: {hint}")
 
 

@@ -63,6 +63,8 @@ def test_an_argument_wins_over_the_environment(monkeypatch):
         ("PDSTORE_POOL", "PDSTORE_STORE"),
         ("PDSTORE_BACKEND", "PDSTORE_STORE"),
         ("PDSTORE_REDIS_URL", "PDSTORE_STORE"),
+        ("PDSTORE_DIRECTORY", "PDSTORE_STORE"),
+        ("PDSTORE_TIMEOUT", "PDSTORE_DEADLINE_S"),
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch, name, near):
@@ -71,7 +73,14 @@ def test_an_unknown_variable_is_refused_with_the_nearest_right_name(monkeypatch,
         read_settings()
 
 
-@pytest.mark.parametrize("name", ["PDSTORE_LOG_LEVEL", "PDSTORE_COLOUR", "PDSTORE_X", "PDSTORE_"])
+@pytest.mark.parametrize("name", ["PDSTORE_LOG_LEVEL", "PDSTORE_DEBUG"])
+def test_a_level_of_logging_is_told_to_be_the_engines(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name}: pdstore logs at the engine's level"):
+        read_settings()
+
+
+@pytest.mark.parametrize("name", ["PDSTORE_COLOUR", "PDSTORE_X", "PDSTORE_"])
 def test_a_name_that_is_near_no_setting_gets_no_wrong_hint(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     words = f"unknown setting {name}: docs/settings.md lists them all"
@@ -302,8 +311,19 @@ def test_settings_without_the_switch_are_told_once(monkeypatch, caplog, switch, 
     assert "hush" not in caplog.text
 
 
+def test_without_the_switch_a_setting_with_the_switchs_prefix_is_told_too(monkeypatch, caplog):
+    monkeypatch.setenv("PD_STORE", "redis://h")
+    read_engine_settings()
+    assert "whatever PD_STORE says: set PD_TRANSFER_VIA_STORAGE=1" in caplog.text
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    with pytest.raises(ConfigError, match=r"PD_STORE: did you mean PDSTORE_STORE\?"):
+        read_engine_settings()
+
+
 def test_without_the_switch_and_without_settings_there_is_no_line(monkeypatch, caplog):
     caplog.set_level("INFO")
+    monkeypatch.setenv("STORE", "of another program")
+    monkeypatch.setenv("PD_API_KEY", "of another program")
     monkeypatch.setenv("PDSTORE_SALT", "")
     monkeypatch.setenv("PDSTORE_STATUS_PORT", "tcp://10.0.0.1:80")
     read_engine_settings()

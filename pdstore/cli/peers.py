@@ -127,6 +127,9 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
         yield from _compare(peers[0], other)
 
 
+_VERSIONS = "install the same version of pdstore for both"
+
+
 def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
     pair = f"{first.url} and {other.url}"
     yield from _compare_pools(first, other)
@@ -140,7 +143,8 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
         yield bad(
             f"namespace: {name}",
             f"{there} at {first.url}, {here} at {other.url}",
-            "make it equal: until then neither finds what the other saved",
+            (_VERSIONS if name == "format" else "make it equal")
+            + ": until then neither finds what the other saved",
         )
     if not differing:
         yield ok("namespace", f"{pair} agree in all {len(names)} fields")

@@ -116,9 +116,13 @@ class Namespace:
         ours = self.described
         return [
             f"{name}: {described.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
+            f"{_MEANS.get(name, '')}"
             for name in sorted({*ours, *described})
             if ours.get(name) != described.get(name)
         ]
+
+
+_MEANS = {"format": " (two versions of pdstore: install the same one for both)"}
 
 
 def _salt(value: Json) -> str:

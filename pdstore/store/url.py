@@ -12,6 +12,7 @@ from pdstore.settings import parse_size
 
 _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
 """Matches a URL's text up to the end of the first host, and then the list of the other hosts."""
+_VARIABLE = re.compile(r"\$(\{\w+\}|\(\w+\)|[A-Z_][A-Z0-9_]+)")
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
 _ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
 _WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
@@ -131,7 +132,12 @@ class StoreURL:
 
 
 def _slip_in(text: str) -> str:
-    """Returns a remedy for quotes, blanks or `;budget=` in a URL; an empty text if it has none."""
+    """Returns a remedy for quotes, blanks, a variable or `;budget=` in a URL; "" if it has none."""
+    if _VARIABLE.search(text.rpartition("@")[2]):
+        return (
+            "nothing replaced the variable in it: a shell replaces ${NAME}, but not in single"
+            " quotes or an --env-file; Kubernetes replaces $(NAME) if NAME is set above it"
+        )
     option = _OPTION_AFTER_SEMICOLON.search(text.rpartition("@")[2])
     if text[:1] in ("'", '"'):
         return "write it without the quotes: docker's --env-file takes them as a part of it"
@@ -144,11 +150,6 @@ def _problem_of(text: str, parts: SplitResult) -> str:
     """Returns what is wrong with a URL that could be split; an empty text if nothing is."""
     if parts.fragment:
         return f"write # as %23{_ESCAPES}"
-    if "$" in (parts.hostname or ""):
-        return (
-            "nothing replaced the variable in it: a shell replaces ${NAME}, but not in single"
-            " quotes or an --env-file; Kubernetes replaces $(NAME) if NAME is set above it"
-        )
     may_hide_one = parts.netloc and not _is_without_password(parts.scheme)
     if may_hide_one and "@" in parts.path + parts.query:
         return f"an @ comes after a / or a ?{_ESCAPES}"

@@ -75,6 +75,12 @@ def test_each_field_that_differs_is_red_with_both_values(compare):
     assert '"float16" at' in wrong["namespace: dtype"]
 
 
+def test_another_format_is_another_version_to_install(compare):
+    [wrong] = found_wrong(compare(status_of(format="1"), status_of(format="2")))
+    assert wrong.subject == "namespace: format"
+    assert wrong.remedy.startswith("install the same version of pdstore for both")
+
+
 def test_two_pools_are_red_with_both_urls(compare):
     other = "redis://10.0.0.2:6379"
     [wrong] = found_wrong(compare(status_of(), status_of(pool="bb" * 16, store=other)))

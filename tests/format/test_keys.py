@@ -247,6 +247,14 @@ def test_differences_name_the_fields_and_never_the_salt():
     assert a.differences(a.described) == []
 
 
+def test_another_format_is_told_to_be_another_version_of_pdstore():
+    a, b = (Namespace({"format": number}, PARTS, 4) for number in (1, 2))
+    [line] = a.differences(b.described)
+    assert (
+        line == "format: 2 there, 1 here (two versions of pdstore: install the same one for both)"
+    )
+
+
 @pytest.mark.parametrize(
     "bad", ["", "0" * 31, "A" * 32, "0" * 33, "../" + "0" * 29, "0" * 32 + "\n"]
 )

@@ -53,6 +53,11 @@ def test_no_message_shows_a_password(url):
         ("redis://h?timeout=5000", r"it is in seconds, below 600; if milliseconds .* timeout=5$"),
         ("redis://h1,h2", r"only one host .*: several hosts are redis\+cluster:// or redis\+sent"),
         ("redis://${REDIS_HOST}:6379", r"nothing replaced the variable in it"),
+        ("redis://$REDIS_HOST:$PORT", r"nothing replaced the variable in it"),
+        ("redis://:pass$word@${HOST}", r"nothing replaced the variable in it"),
+        ("file:///pool/${DIRECTORY}", r"nothing replaced the variable in it"),
+        ("file:///$POOL_DIR?budget=1GiB", r"nothing replaced the variable in it"),
+        ("redis+unix:///run/$(NAME).sock", r"nothing replaced the variable in it"),
         ("mooncake://$(MASTER)", r"Kubernetes replaces \$\(NAME\)"),
         ("memory://?lease=1e9", r"it is in seconds, below 1e\+06"),
         ("memory://?size=1", r"unknown option 'size'; known: budget, lease"),
@@ -63,6 +68,11 @@ def test_no_message_shows_a_password(url):
 def test_a_bad_option_says_what_to_write(url, words):
     with pytest.raises(ConfigError, match=words):
         open_store(url, Settings())
+
+
+@pytest.mark.parametrize("url", ["redis://:a$B${C}@h", "file:///pool/a$b", "file:///50$/x"])
+def test_a_dollar_that_names_no_variable_is_a_character(url):
+    assert StoreURL.of(url).text == url
 
 
 def test_options_are_taken_with_their_defaults_and_what_is_left_is_refused():

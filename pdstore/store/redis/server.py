@@ -25,6 +25,15 @@ _ONE_SERVER = (
     " redis+cluster:// or redis+sentinel://"
 )
 
+_POLICY_UNTOLD = (
+    "this user may ask neither CONFIG nor INFO, so nobody knows how full the server is, and whether"
+    " it evicts: then a match gives no lease"
+)
+_ALLOW = (
+    "redis-cli ACL SETUSER this user +info (or +config|get), or ask whoever runs the server to: it"
+    " should evict by volatile-lru"
+)
+
 
 def server_doubts(clients: Sequence[redis.Redis]) -> Iterator[ServerDoubt]:
     """Yields what should be changed at the servers of a pool, one client for each.
@@ -36,6 +45,8 @@ def server_doubts(clients: Sequence[redis.Redis]) -> Iterator[ServerDoubt]:
         info = _info(client)
         config = _config(client, "save")
         yield from _about_disk(info, config)
+        if not info and _config(client, "maxmemory-policy") is None:
+            yield ServerDoubt("policy", _POLICY_UNTOLD, _ALLOW)
         yield from _about_memory(info)
         yield from _about_identity(client, info)
 

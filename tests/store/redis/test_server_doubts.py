@@ -124,9 +124,14 @@ def test_one_of_config_and_info_is_enough_for_leases(redis_server, right):
         assert store.lease_s > 0
 
 
-def test_a_server_that_tells_nothing_is_no_fault(redis_server):
+def test_a_server_that_tells_nothing_is_yellow_with_the_right_that_is_missing(redis_server):
     user = ["--user", "default", "on", "nopass", "~pds1:*", "-@all", "+exists", "+ping"]
-    assert findings_about(redis_server(*user).url) == {}
+    [finding] = findings_about(redis_server(*user).url).values()
+    assert (finding.level, finding.subject) == (Level.WARN, "policy")
+    assert "gives no lease" in finding.said
+    assert "+info" in finding.remedy
+    told = redis_server("--maxmemory", "1gb", *user, "+config|get")
+    assert findings_about(told.url) == {}
 
 
 PROTECTED = (
