@@ -50,7 +50,7 @@ demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vl
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
 # Whole, it is two processes, since tests often wait.
-APART := tests/examples tests/deploy tests/benchmarks tests/store/mooncake
+APART := tests/examples tests/router tests/deploy tests/benchmarks tests/store/mooncake
 test: setup ## The test suite
 ifeq ($(strip $(ARGS)),)
 	@MAKE='$(MAKE)' scripts/test_in_two.sh
@@ -69,7 +69,7 @@ test-vllm: setup-vllm ## The tests with vLLM
 # The tests that enter each folder by its interface: no server of vLLM, no process of the examples.
 # Left out is what counting disturbs: forks beside threads and signals at each line hang, and SIGTERM
 # ends a process by coverage's own handler.
-SEAMS := $(addprefix tests/,format native scheduler engine store worker cli telemetry status misconfigurations) \
+SEAMS := $(addprefix tests/,format native scheduler engine store worker cli router telemetry status misconfigurations) \
   $(wildcard tests/test_*.py)
 VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py)
 COUNTABLE := not fork and not signal_handler and not SIGTERM

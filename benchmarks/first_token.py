@@ -88,7 +88,7 @@ def started(scratch: Path) -> Iterator[Urls]:
             engine += ["--num-blocks", "1024"]
             start(processes, role, engine, url, **environment)
         for kind, url in (("prefill", by_p), ("decode", by_d)):
-            router = ["examples.router", "--prefill", p, "--decode", d]
+            router = ["pdstore.router", "--prefill", p, "--decode", d]
             router += ["--first-token", kind]
             if kind == "prefill":
                 router += ["--status", str(status)]

@@ -93,7 +93,7 @@ def _servers(given: argparse.Namespace, store: str) -> Iterator[tuple[dict[str, 
             if name == "alone":  # vLLM measures its GPU's memory at the start: one at a time
                 processes.wait_ready(given.start_seconds, lambda text: None)
         for number, (url, options) in enumerate(zip(routers, ROUTERS.values(), strict=True)):
-            router = ["examples.router", "--prefill", p, "--decode", d, *options]
+            router = ["pdstore.router", "--prefill", p, "--decode", d, *options]
             start(processes, f"router-{number}", router, url)
         processes.wait_ready(given.start_seconds, lambda text: None)
         yield {ALONE: alone, **dict(zip(ROUTERS, routers, strict=True))}, d

@@ -3,7 +3,7 @@
     python -m examples.plain_proxy --port N --prefill URL --decode URL
 
 It knows nothing of pdstore. The demo sends every prompt through it too, to show that any proxy will
-do that relays P's `kv_transfer_params` to D. For more than that, take `examples/router`.
+do that relays P's `kv_transfer_params` to D. For more than that, take `pdstore-router`.
 """
 
 from __future__ import annotations

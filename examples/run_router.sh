@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the router in front of run_prefill.sh and run_decode.sh, and shows how to ask it.
+# Starts the router (`pdstore-router`) in front of run_prefill.sh and run_decode.sh, and shows how to ask it.
 #
 #   examples/run_router.sh [--port N] [--prefill URL]... [--decode URL]... [--mode relay|concurrent]
 #                          [--first-token prefill|decode] [--affinity none|prefix] [--retries N]
@@ -51,5 +51,5 @@ router on http://127.0.0.1:$ROUTER_PORT, $mode. When P and D are up (its /health
 
 TEXT
 cd "$ROOT"
-exec "$python" -m examples.router --port "$ROUTER_PORT" --mode "$mode" "${prefills[@]}" "${decodes[@]}" \
+exec "$python" -m pdstore.router --port "$ROUTER_PORT" --mode "$mode" "${prefills[@]}" "${decodes[@]}" \
     "${options[@]}"

@@ -32,7 +32,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "folder", ["pdstore/store", "pdstore/adapters/vllm", LMCACHE, "examples/router"]
+    "folder", ["pdstore/store", "pdstore/adapters/vllm", LMCACHE, "pdstore/router"]
 )
 def test_what_could_execute_or_open_a_door_is_refused(folder):
     """All at once, so that the linter starts once a folder."""

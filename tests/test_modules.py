@@ -21,7 +21,7 @@ FLOORS = (
     ("store",),
     ("scheduler", "worker", "status"),
     ("engine",),
-    ("adapters", "pdstore_lmcache", "testing", "cli", "public"),
+    ("adapters", "pdstore_lmcache", "testing", "cli", "router", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "events")

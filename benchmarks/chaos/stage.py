@@ -144,7 +144,7 @@ class Stage:
 
     def _command(self, name: str) -> list[str]:
         if name == "router":
-            command = ["-m", "examples.router", "--port", str(self._ports[name])]
+            command = ["-m", "pdstore.router", "--port", str(self._ports[name])]
             command += ["--mode", self.options.mode]
             for role in ("prefill", "decode"):
                 command += [f"--{role}", self._url_through(f"router-{role}", role)]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
-from examples.router.bodies import REMOTE_DECODE, Json, prefill_body
+from pdstore.router.bodies import REMOTE_DECODE, Json, prefill_body
 
 Mode = Literal["alone", "relayed", "concurrent"]
 

@@ -170,7 +170,7 @@ class Fleet:
     def _start_router(self, urls: Sequence[str], options: Sequence[str]) -> list[str]:
         (port,) = free_ports(1)
         url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "examples.router", "--port", str(port), *options]
+        command = [sys.executable, "-m", "pdstore.router", "--port", str(port), *options]
         command += [word for each in urls for word in ("--decode", each)]
         self._processes.start("load-router", command, partial(is_healthy, url))
         self._processes.wait_ready(_ROUTER_S, lambda text: None)

@@ -45,9 +45,9 @@ class Fleet:
         begin = time.monotonic()
         pair = [self._start("prefill", is_on=True), self._start("decode", is_on=True)]
         self._start("alone", is_on=False)
-        self._start_front("router", "examples.router")
+        self._start_front("router", "pdstore.router")
         self._start_front("proxy", "examples.plain_proxy")
-        self._start_front("router-off", "examples.router", p="alone")
+        self._start_front("router-off", "pdstore.router", p="alone")
         who = "alone, P, D, two routers and the proxy"
         self._wait_ready(begin, who, "alone", "prefill", "decode")
         alone = self._ask_all("alone", prompts)

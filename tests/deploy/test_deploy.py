@@ -21,13 +21,14 @@ def test_every_variable_is_a_setting():
     assert variables() <= {variable_of(field) for field in Settings.model_fields}
 
 
-@pytest.mark.parametrize("module", ["examples.router", "examples.mini_engine"])
+@pytest.mark.parametrize("module", ["pdstore.router", "examples.mini_engine"])
 def test_every_option_of_our_programs_is_one(module):
     text = subprocess.run(
         [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
     ).stdout
     known = set(re.findall(r"--[a-z-]+", text))
-    used = [options_of(arguments) for arguments in commands_of(module)]
+    script = module.replace(".", "-")  # pdstore-router
+    used = [options_of(each) for name in (module, script) for each in commands_of(name)]
     assert used
     assert set().union(*used) - known == set()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.router.counts import Counts
 from pdstore.metrics import METRICS, Kind
+from pdstore.router.counts import Counts
 from tests.support.mini_engine_kit import decode, hand_over, pd_of, prompt_of, until
 from tests.support.monitoring import monitoring
 

@@ -50,9 +50,7 @@ RUN_BY = {
     "examples/run_decode.sh": f"{_SCRIPTS}::test_an_engine_is_started_with_the_switch_on",
     "examples/run_*.sh --engine sglang *": f"{_OF_SGLANG}_scripts_are_sglangs",
     "examples/run_router.sh": f"{_SCRIPTS}::test_the_router_finds_p_and_d_and_says_how_to_ask",
-    "examples/run_router.sh --prefill * --decode *": (
-        f"{_SCRIPTS}::test_the_router_takes_many_instances"
-    ),
+    "pdstore-router *": "tests/router/test_main.py::test_a_command_of_a_page_has_its_options",
     "examples/run_mooncake.sh *": (
         f"{_EXAMPLES}/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"

@@ -46,7 +46,7 @@ def hosts(tmp_path, checkpoints):
 
         def route(mode):
             port = free_port()
-            words = [sys.executable, "-m", "examples.router", "--port", str(port), "--mode", mode]
+            words = [sys.executable, "-m", "pdstore.router", "--port", str(port), "--mode", mode]
             p, d = (f"http://127.0.0.1:{engine.port}" for engine in engines)
             stack.enter_context(child([*words, "--prefill", p, "--decode", d], cwd=ROOT))
             client = stack.enter_context(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.server import app_of
-from examples.router.app import Options, make_app
 from pdstore import read_settings
+from pdstore.router.app import Options, make_app
 from tests.fuzz.search import num_examples, search
 from tests.fuzz.test_requests import JSON
 from tests.support.mini_engine_kit import close

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.router.app import Options, make_app
-from examples.router.intake import TimedProtocol
+from pdstore.router.app import Options, make_app
+from pdstore.router.intake import TimedProtocol
 
 DEADLINE_S = 10
 PARAMS = {"pdstore": {"attempt": "ab" * 16, "num_tokens": 7}}

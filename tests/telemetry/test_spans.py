@@ -86,7 +86,7 @@ def test_without_the_extra_the_error_has_the_command(monkeypatch):
 def test_nothing_of_it_is_loaded_without_the_setting():
     code = (
         "import sys, pdstore; pdstore.KVPool; import pdstore.status.server;"
-        "import examples.mini_engine.adapter, examples.router.app;"
+        "import examples.mini_engine.adapter, pdstore.router.app;"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -116,10 +116,10 @@ class Launcher:
         return self._start("proxy", "examples.plain_proxy", port, argv, _environment())
 
     def router(self, prefill: Server, decode: Server, *options: str) -> Server:
-        """The examples' router in front of two servers."""
+        """The router in front of two servers."""
         port = free_port()
         argv = ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, *options]
-        return self._start("router", "examples.router", port, argv, _environment())
+        return self._start("router", "pdstore.router", port, argv, _environment())
 
     def tails(self) -> str:
         """The ends of all servers' logs."""

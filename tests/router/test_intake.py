@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from examples.router.intake import Limits
+from pdstore.router.intake import Limits
 from tests.support.router_kit import Fake, metric, routed
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,7 @@ import h11
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from examples.router.bodies import Json, parse
-from examples.router.refusal import Refusal
+from pdstore.router.bodies import Json, Refusal, parse
 
 MAX_REQUEST_ID_CHARS = 256
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
@@ -62,7 +61,7 @@ async def read(request: Request, limits: Limits) -> Asked:
     try:
         return Asked(request.url.path, parse(raw), headers)
     except ValueError as error:
-        raise Refusal.of(400, f"the body cannot be used: {error}") from error
+        raise Refusal.saying(400, f"the body cannot be used: {error}") from error
 
 
 def passed_headers(request: Request) -> dict[str, str]:
@@ -74,9 +73,9 @@ def passed_headers(request: Request) -> dict[str, str]:
     headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
-            raise Refusal.of(400, f"the header {name} must be printable ASCII")
+            raise Refusal.saying(400, f"the header {name} must be printable ASCII")
     if len(headers["x-request-id"]) > MAX_REQUEST_ID_CHARS:
-        raise Refusal.of(400, f"x-request-id is longer than {MAX_REQUEST_ID_CHARS} characters")
+        raise Refusal.saying(400, f"x-request-id is longer than {MAX_REQUEST_ID_CHARS} characters")
     return headers
 
 
@@ -93,12 +92,12 @@ async def _body(request: Request, limits: Limits) -> bytes:
                     raise _too_long(limits)
     except TimeoutError:
         message = f"the body did not arrive within {limits.body_timeout_s:g} s"
-        raise Refusal.of(408, message) from None
+        raise Refusal.saying(408, message) from None
     return bytes(body)
 
 
 def _too_long(limits: Limits) -> Refusal:
-    return Refusal.of(413, f"the body is longer than {limits.body_bytes} bytes")
+    return Refusal.saying(413, f"the body is longer than {limits.body_bytes} bytes")
 
 
 class TimedProtocol(H11Protocol):
@@ -139,7 +138,9 @@ class TimedProtocol(H11Protocol):
 
     def _cut(self) -> None:
         if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            body = Refusal.of(408, f"the headers did not arrive within {self._limit_s:g} s").body
+            body = Refusal.saying(
+                408, f"the headers did not arrive within {self._limit_s:g} s"
+            ).body
             head = f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             self.transport.write(b"HTTP/1.1 408 Request Timeout\r\n" + head + body)
         self.transport.close()

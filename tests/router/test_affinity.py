@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from examples.router.upstreams import Rotation
+from pdstore.router.upstreams import Rotation
 from tests.support.router_kit import Fake, nobody, routed, says
 
 pytestmark = pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""Command line of the router."""
+"""Command line of the router: `pdstore-router`, or `python -m pdstore.router`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,41 @@ from functools import partial
 from types import FrameType
 from urllib.parse import urlsplit
 
-import uvicorn
-
-from examples.router.app import Options, make_app
-from examples.router.intake import Limits, TimedProtocol
 from pdstore.errors import PDStoreError
 from pdstore.telemetry.spans import open_provider
 
 _DRAIN_S = 5
 _KEEP_ALIVE_S = 75  # most proxies keep idle connections for 60 s
+_PACKAGES = ("anyio", "h11", "httpx", "starlette", "uvicorn")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serves until SIGINT or SIGTERM.
+
+    Exits with 2 for a wrong option, and with 1 and a line for what else a user can correct.
+    """
     given = _parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # uvicorn restores it at its end, and raises the signal again
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        _serve(given)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _PACKAGES:
+            raise
+        missing = f"the router needs a package that is not installed ({error.name})"
+        sys.exit(f"router: {missing}: pip install 'pdstore[router]'")
+    except PDStoreError as error:
+        sys.exit(f"router: {str(error).replace('PDSTORE_STATUS_PORT=', '--status ')}")
+
+
+def _serve(given: argparse.Namespace) -> None:
+    import uvicorn
+
+    from pdstore.router.app import Options, make_app
+    from pdstore.router.intake import Limits, TimedProtocol
+
     options = Options(
         prefill=tuple(given.prefill),
         decode=tuple(given.decode),
@@ -42,17 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             header_timeout_s=given.header_timeout,
         ),
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)  # uvicorn restores it at its end, and raises the signal again
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        provider = open_provider(given.traces, "pdstore-router") if given.traces else None
-        app = make_app(options, provider)
-    except PDStoreError as error:
-        sys.exit(f"router: {str(error).replace('PDSTORE_STATUS_PORT=', '--status ')}")
+    provider = open_provider(given.traces, "pdstore-router") if given.traces else None
     uvicorn.run(
-        app,
+        make_app(options, provider),
         host=given.host,
         port=given.port,
         http=partial(TimedProtocol, options.limits),  # type: ignore[arg-type]
@@ -68,7 +81,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.router",
+        prog="pdstore-router",
         description="OpenAI-compatible router for prefill/decode disaggregated engines.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -84,6 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--host", default="127.0.0.1")
     add("--port", type=_port, default=8000)
+    _add_ways(parser)
+    add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
+    add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
+    _add_limits(parser)
+    return parser
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--mode",
         choices=("relay", "concurrent"),
@@ -92,22 +114,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     affinity = "none: instances take turns. prefix: a prompt goes where most of it went before"
     add("--affinity", choices=("none", "prefix"), default="none", help=affinity)
-    first_token = (
-        "whose first token the client gets. prefill: P's, at once, and D goes on behind it"
-        " (completions whose tokens are chosen one by one; others as with decode)"
+    add(
+        "--first-token",
+        choices=("prefill", "decode"),
+        default="decode",
+        help="whose first token the client gets. prefill: P's, at once, and D goes on behind it"
+        " (completions whose tokens are chosen one by one; others as with decode)",
     )
-    add("--first-token", choices=("prefill", "decode"), default="decode", help=first_token)
-    again = "how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)"
-    add("--retries", type=_count, default=0, help=again)
-    _add_reports(parser)
-    _add_limits(parser)
-    return parser
-
-
-def _add_reports(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--status", type=_port, metavar="PORT", help="of a page about this router, on 127.0.0.1")
-    add("--traces", type=_url, help="URL of an OTLP receiver for spans; give P and D the same")
+    add(
+        "--retries",
+        type=_count,
+        default=0,
+        help="how often P is asked again when D could not use the hand-off (PDSTORE_ON_MISS=fail)",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +135,19 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--read-timeout", type=_seconds, default=600.0, help="seconds D may be silent")
     idle = "seconds that an idle client's connection is kept: more than a proxy before it keeps one"
     add("--keep-alive", type=_at_least_one, default=_KEEP_ALIVE_S, help=idle)
-    add("--max-body", type=_at_least_one, default=64, help="MiB that a request's body may have")
+    add(
+        "--max-body",
+        type=_at_least_one,
+        default=64,
+        help="MiB that a request's body may have",
+    )
     add("--body-timeout", type=_seconds, default=30.0, help="seconds a body may take to arrive")
-    add("--header-timeout", type=_seconds, default=30.0, help="seconds headers may take to arrive")
+    add(
+        "--header-timeout",
+        type=_seconds,
+        default=30.0,
+        help="seconds headers may take to arrive",
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,7 +204,3 @@ def _seconds(text: str) -> float:
     if not seconds > 0:
         raise argparse.ArgumentTypeError("seconds must be more than 0")
     return seconds
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -11,12 +12,11 @@ import httpx
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from examples.router.bodies import REMOTE_DECODE, Json
-from examples.router.calls import Calls, params_of, reason_of
-from examples.router.intake import Asked
-from examples.router.open_answer import OpenAnswer, close
-from examples.router.refusal import Refusal
-from examples.router.timeline import Routed
+from pdstore.router.answers import OpenAnswer, close
+from pdstore.router.bodies import REMOTE_DECODE, Json, Refusal
+from pdstore.router.calls import Calls, params_of, reason_of
+from pdstore.router.counts import Routed
+from pdstore.router.intake import Asked
 
 
 class Exchange:
@@ -29,7 +29,9 @@ class Exchange:
     """
 
     def __init__(self, calls: Calls, asked: Asked, retries: int = 0) -> None:
-        self._calls, self._asked, self._retries = calls, asked, retries
+        self._calls = calls
+        self._asked = asked
+        self._retries = retries
         self._begin = time.monotonic()
         self.routed = Routed(asked.request_id)
         self._is_begun = False
@@ -49,7 +51,7 @@ class Exchange:
                     self.routed.timer.end("answer")
                     self._calls.timeline.add(self.routed)
         finally:
-            self._calls.end(self._asked)  # when no call is left, also of P
+            self._calls.forget(self._asked)  # when no call is left, also of P
 
     async def _exchange(
         self, group: anyio.abc.TaskGroup, scope: Scope, receive: Receive, send: Send
@@ -115,22 +117,21 @@ class Exchange:
             self._calls.tell("lost", words, asked.request_id, lost)
             if retries_left:
                 params = await self._prefilled(asked, REMOTE_DECODE)
-        raise Refusal.of(502, lost or "")
+        raise Refusal.saying(502, lost or "")
 
     async def _begun(self, asked: Asked, params: Json | None) -> OpenAnswer:
         """Returns D's answer when its first bytes are there: vLLM sends its headers before."""
         self.routed.timer.begin("decode")
         response = await self._calls.decode(asked, params)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(close, response)
             chunks = response.aiter_raw()
-            first = await anext(chunks, b"")
-        except httpx.TransportError as error:
-            await close(response)
-            self._calls.counts.failures.labels("decode", reason_of(error)).inc()
-            raise Refusal.of(502, "D broke off before it began to answer") from error
-        except BaseException:
-            await close(response)
-            raise
+            try:
+                first = await anext(chunks, b"")
+            except httpx.TransportError as error:
+                self._calls.counts.failures.labels("decode", reason_of(error)).inc()
+                raise Refusal.saying(502, "D broke off before it began to answer") from error
+            undo.pop_all()
         self.routed.timer.end("decode")
         self._calls.note_decoded(asked, response, first)
         return OpenAnswer.of_response(response, first, chunks)

@@ -7,13 +7,19 @@ from collections.abc import Hashable
 
 import httpx
 
-from examples.router.bodies import Json, decode_body, encode, message_of, parse, prefill_body
-from examples.router.counts import Counts
-from examples.router.intake import Asked
-from examples.router.refusal import Refusal
-from examples.router.timeline import Timeline
-from examples.router.upstreams import Role, Rotation, Upstream
-from examples.router.whole import WholeAnswer, ask
+from pdstore.router.answers import WholeAnswer, ask
+from pdstore.router.bodies import (
+    Json,
+    Refusal,
+    decode_body,
+    encode,
+    message_of,
+    parse,
+    prefill_body,
+)
+from pdstore.router.counts import Counts, Timeline
+from pdstore.router.intake import Asked
+from pdstore.router.upstreams import Role, Rotation, Upstream
 from pdstore.telemetry.reasons import Repeats
 
 log = logging.getLogger("router")
@@ -62,8 +68,11 @@ class Calls:
         counts: Counts,
         prefill_s: float,
     ) -> None:
-        self.client, self.prefills, self.decodes = client, prefills, decodes
-        self.counts, self.prefill_s = counts, prefill_s
+        self.client = client
+        self.prefills = prefills
+        self.decodes = decodes
+        self.counts = counts
+        self.prefill_s = prefill_s
         self.timeline = Timeline()
         self.takes_ids: bool | None = None
         self._repeats = Repeats()
@@ -148,7 +157,7 @@ class Calls:
             full = answer
         if full is not None:
             return full
-        raise Refusal.of(503, "no decode instance can be reached: see /health")
+        raise Refusal.saying(503, "no decode instance can be reached: see /health")
 
     async def _decode_on(
         self, upstream: Upstream, asked: Asked, content: bytes
@@ -162,10 +171,10 @@ class Calls:
             return None
         except httpx.TimeoutException as error:
             self._failed(upstream, asked, error)
-            raise Refusal.of(504, f"D did not answer in time: {upstream.url}") from error
+            raise Refusal.saying(504, f"D did not answer in time: {upstream.url}") from error
         except httpx.TransportError as error:
             self._failed(upstream, asked, error)
-            raise Refusal.of(502, f"D broke off: {upstream.url}") from error
+            raise Refusal.saying(502, f"D broke off: {upstream.url}") from error
         upstream.came_back()
         return answer
 
@@ -187,9 +196,9 @@ class Calls:
 
         answer: as much of its body as has come.
         """
-        status, said = answer.status, message_of(answer.content)
         if answer.is_success:
             return
+        status, said = answer.status, message_of(answer.content)
         words = f"{said and ': '}{said}"
         if _is_at_fault(status):
             self.counts.failures.labels(role, "status").inc()
@@ -207,7 +216,7 @@ class Calls:
         if left_out is not None:
             log.log(level, "%s%s", words % values, left_out)
 
-    def end(self, asked: Asked) -> None:
+    def forget(self, asked: Asked) -> None:
         """Takes note that a request is over: it is no load of the instances any more."""
         for upstream in self._opened.pop(asked.request_id, ()):
             upstream.num_open -= 1
@@ -248,7 +257,7 @@ def _content(body: Json) -> bytes:
     try:
         return encode(body)
     except ValueError as error:
-        raise Refusal.of(400, f"the body cannot be used: {error}") from error
+        raise Refusal.saying(400, f"the body cannot be used: {error}") from error
 
 
 def params_of(answer: Json | None) -> Json | None:

@@ -1,4 +1,4 @@
-"""JSON bodies: the client's, and those for P and D that are made from it."""
+"""JSON bodies: the client's, those for P and D that are made from it, and errors."""
 
 from __future__ import annotations
 
@@ -81,3 +81,20 @@ def message_of(raw: bytes) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+class Refusal(Exception):
+    """Ends a request with this answer instead of one of D's."""
+
+    def __init__(self, status: int, body: bytes, media_type: str = "application/json") -> None:
+        super().__init__(status)
+        self.status = status
+        self.body = body
+        self.media_type = media_type
+
+    @classmethod
+    def saying(cls, status: int, message: str) -> Refusal:
+        """Returns a refusal with an error object: the client's fault below 500, else upstream's."""
+        kind = "invalid_request_error" if status < 500 else "upstream_error"
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        return cls(status, json.dumps({"error": error}).encode())

@@ -19,18 +19,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from examples.router import intake
-from examples.router.calls import Calls
-from examples.router.counts import CountedApp, Counts
-from examples.router.exchange import AloneExchange, ConcurrentExchange, Exchange
-from examples.router.health import check
-from examples.router.intake import Asked, Limits
-from examples.router.refusal import Refusal
-from examples.router.spliced_exchange import SplicedExchange
-from examples.router.status import RouterStatus
-from examples.router.tracing import traced
-from examples.router.upstreams import Rotation
-from examples.router.whole import CONNECT_S, PROBE_BYTES, PROBE_S, ask
+from pdstore.router import intake
+from pdstore.router.answers import CONNECT_S, PROBE_BYTES, PROBE_S, ask
+from pdstore.router.bodies import Refusal
+from pdstore.router.calls import Calls
+from pdstore.router.counts import CountedApp, Counts
+from pdstore.router.exchange import AloneExchange, ConcurrentExchange, Exchange
+from pdstore.router.health import RouterStatus, check
+from pdstore.router.intake import Asked, Limits
+from pdstore.router.spliced_exchange import SplicedExchange
+from pdstore.router.upstreams import Rotation
 from pdstore.status.server import StatusServer
 
 if TYPE_CHECKING:
@@ -148,7 +146,9 @@ class Front:
     def __init__(
         self, calls: Calls, exchange: Callable[[Calls, Asked], Exchange], limits: Limits
     ) -> None:
-        self._calls, self._exchange, self._limits = calls, exchange, limits
+        self._calls = calls
+        self._exchange = exchange
+        self._limits = limits
 
     async def complete(self, request: Request) -> Response | Exchange:
         try:
@@ -169,7 +169,7 @@ class Front:
                 upstream.went_down()
                 continue
             return Response(answer.content, answer.status, media_type="application/json")
-        raise Refusal.of(503, "no instance can be reached")
+        raise Refusal.saying(503, "no instance can be reached")
 
     async def health(self, request: Request) -> Response:
         """Returns 200 while a D can answer; `degraded`, and why, if not all is as it should be."""
@@ -189,9 +189,26 @@ async def _no_such_thing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = f"{error.detail}: {request.method} {request.url.path}"
     words += f"; this router serves {' and '.join(_SERVED)}"
-    return await _refused(request, Refusal.of(error.status_code, words))
+    return await _refused(request, Refusal.saying(error.status_code, words))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    refusal = Refusal.of(500, f"the router failed: {type(error).__name__}; its log says more")
+    refusal = Refusal.saying(500, f"the router failed: {type(error).__name__}; its log says more")
     return await _refused(request, refusal)
+
+
+def traced(app: ASGIApp, client: httpx.AsyncClient, provider: TracerProvider) -> ASGIApp:
+    """Returns the application with a span for each request, and one for each call by the client.
+
+    A request's span continues the client's trace; the spans of P and D continue their calls'.
+    """
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+    from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
+
+    HTTPXClientInstrumentor.instrument_client(client, tracer_provider=provider)
+    return OpenTelemetryMiddleware(
+        app,
+        excluded_urls="/health,/metrics,/pdstore",
+        tracer_provider=provider,
+        exclude_spans=["receive", "send"],
+    )

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from examples.router.__main__ import main
-from examples.router.app import Options, make_app
-from examples.router.counts import FAILURES
 from pdstore.errors import ConfigError
+from pdstore.router.app import Options, make_app
+from pdstore.router.counts import FAILURES
+from pdstore.router.main import main
 from pdstore.status.server import StatusServer
 from tests.support.child import child
 from tests.support.listeners import addresses_of
@@ -38,7 +38,7 @@ from tests.support.router_kit import (
 )
 
 pytestmark = pytest.mark.anyio
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_health_tells_the_state_of_every_instance() -> None:
@@ -219,7 +219,7 @@ def started(*options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Yields the process, with what it says by then read, and its port."""
     with listening() as sock, nobody() as gone:
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "examples.router", "--prefill", gone, "--decode", gone]
+    command = [sys.executable, "-m", "pdstore.router", "--prefill", gone, "--decode", gone]
     with child(
         [*command, "--port", str(port), *options], stderr=subprocess.PIPE, text=True
     ) as process:

@@ -10,15 +10,12 @@ from collections.abc import AsyncIterator
 import anyio
 import httpx
 
-from examples.router.bodies import REMOTE_DECODE, Json, encode, parse
-from examples.router.calls import params_of, reason_of
-from examples.router.exchange import Exchange
-from examples.router.first_chat_token import FirstChatToken
-from examples.router.first_token import FirstToken, first_body
-from examples.router.intake import Asked
-from examples.router.open_answer import OpenAnswer
-from examples.router.refusal import Refusal
-from examples.router.whole import MOST_BYTES, TooLong, gather
+from pdstore.router.answers import MOST_BYTES, OpenAnswer, TooLong, gather
+from pdstore.router.bodies import REMOTE_DECODE, Json, Refusal, encode, parse
+from pdstore.router.calls import params_of, reason_of
+from pdstore.router.exchange import Exchange
+from pdstore.router.first_token import FirstChatToken, FirstToken, first_body
+from pdstore.router.intake import Asked
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
@@ -44,7 +41,7 @@ class SplicedExchange(Exchange):
             Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE
         )
         params = params_of(answer)
-        first = kind.of(asked.body, answer)
+        first = kind.found_in(asked.body, answer)
         if first is None or not await self._is_taken(first, params):
             return await self._decode(asked, params)
         self._calls.counts.spliced.inc()
@@ -73,12 +70,12 @@ class SplicedExchange(Exchange):
 
     async def _whole(self, first: FirstToken, params: Json | None) -> OpenAnswer:
         if first.is_last:
-            return OpenAnswer.of(200, _JSON, encode(first.whole()))
+            return OpenAnswer.made(200, _JSON, encode(first.whole()))
         rest = await self._decode(first.rest_of(self._asked), params)
         body = await self._all_of(rest)
         if rest.status != 200:
-            return OpenAnswer.of(rest.status, rest.headers, body)
-        return OpenAnswer.of(200, _JSON, encode(first.with_rest(parse(body))))
+            return OpenAnswer.made(rest.status, rest.headers, body)
+        return OpenAnswer.made(200, _JSON, encode(first.with_rest(parse(body))))
 
     async def _all_of(self, answer: OpenAnswer) -> bytes:
         """Returns the body of D's answer, and closes it.
@@ -90,10 +87,10 @@ class SplicedExchange(Exchange):
                 return await gather(answer.chunks)
             except TooLong as error:
                 self._calls.counts.failures.labels("decode", reason_of(error)).inc()
-                raise Refusal.of(502, f"D sent {error}") from error
+                raise Refusal.saying(502, f"D sent {error}") from error
             except httpx.TransportError as error:
                 self._calls.counts.failures.labels("decode", reason_of(error)).inc()
-                raise Refusal.of(502, "D broke off in its answer") from error
+                raise Refusal.saying(502, "D broke off in its answer") from error
 
     async def _stream(self, first: FirstToken, params: Json | None) -> AsyncIterator[bytes]:
         """Yields the events of a stream. An error of D is the last one before [DONE]."""

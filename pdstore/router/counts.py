@@ -1,12 +1,18 @@
-"""The router's own metrics."""
+"""Counts and Timeline: the router's own metrics, and its last requests with their times."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdstore.router.bodies import Json
+from pdstore.telemetry.request_record import RequestTimer, plain
 
 FAILURES = ("connect", "timeout", "broken", "status")
 """Why a call of an instance failed: the label `reason`."""
@@ -37,7 +43,7 @@ class Counts:
         )
         self.failures = counter(
             "router_upstream_failures",
-            "Calls of an instance that failed; `status` is a 5xx answer.",
+            "Calls of an instance that failed; `status`: it answered 3xx, 408, 429 or 5xx.",
             ["role", "reason"],
         )
         self.disconnects = counter("router_disconnects", "Clients that left before the end.")
@@ -84,7 +90,8 @@ class CountedApp:
     """Wraps an application and counts its answers by status, whichever layer gave them."""
 
     def __init__(self, app: ASGIApp, counts: Counts) -> None:
-        self._app, self._counts = app, counts
+        self._app = app
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting_send(message: Message) -> None:
@@ -94,3 +101,52 @@ class CountedApp:
 
         is_counted = scope["type"] == "http" and scope["path"] not in _NOT_COUNTED
         await self._app(scope, receive, counting_send if is_counted else send)
+
+
+@dataclass
+class Routed:
+    """One request on its way, and its phases.
+
+    The phases are "prefill" until P's answer, "decode" until D's first byte, and "answer" until
+    the last byte.
+
+    handoff: the id in P's parameters, or in those that were made for P and D.
+    reason: why D had to compute it, or did not answer all of it; None if all went well.
+    """
+
+    request_id: str
+    timer: RequestTimer = field(default_factory=RequestTimer)
+    handoff: str | None = None
+    reason: str | None = None
+
+    def note_handoff(self, params: Json | None) -> None:
+        """Takes the hand-off's id from `kv_transfer_params`, if they have one."""
+        ours = (params or {}).get("pdstore")
+        if isinstance(ours, Mapping) and isinstance(ours.get("attempt"), str):
+            self.handoff = plain(ours["attempt"])
+
+    def as_json(self) -> Json:
+        """Returns the request as a JSON object for the page."""
+        phases = [phase._asdict() for phase in self.timer.phases()]
+        return {
+            "request_id": plain(self.request_id),
+            "handoff": self.handoff,
+            "arrived_at": self.timer.arrived_at,
+            "phases": phases,
+            "reason": self.reason,
+        }
+
+
+class Timeline:
+    """Keeps the last `most` requests. Any thread may read them."""
+
+    def __init__(self, most: int = 100) -> None:
+        self._last: deque[Json] = deque(maxlen=most)
+
+    def add(self, routed: Routed) -> None:
+        """Takes a request that is over."""
+        self._last.append(routed.as_json())
+
+    def last(self) -> list[Json]:
+        """Returns the requests, the oldest first."""
+        return list(self._last)
