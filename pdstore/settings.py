@@ -1,19 +1,14 @@
-"""Settings: all settings of pdstore, from environment variables and arguments.
-
-This module also reads XDG_CACHE_HOME and Mooncake's variables, and sets environment variables that
-other libraries read.
-"""
+"""Settings: all settings of pdstore, from environment variables and arguments."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     BeforeValidator,
@@ -26,78 +21,20 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pdstore.environment import (
+    ADDRESS_OF_KUBERNETES,
+    PREFIX,
+    is_of_kubernetes,
+    meant_by,
+    refuse_slips,
+)
 from pdstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-def cache_directory(name: str) -> Path:
-    """Returns a directory in this user's cache: `pool` for `file://`, `native` for built code."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdstore" / name
-
-
-def set_missing_variables(defaults: Mapping[str, str]) -> None:
-    """Sets environment variables, before a library reads them, unless the user has set them."""
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
-def plugins_of_vllm() -> list[str] | None:
-    """Returns the names in VLLM_PLUGINS, with their blanks as vLLM does; None if it is not set."""
-    names = os.environ.get("VLLM_PLUGINS")
-    return None if names is None else names.split(",")
-
-
-_FILES_OF_MOONCAKE = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
-
-
-class MooncakeSources(NamedTuple):
-    """Mooncake's settings in the environment, as other programs keep them.
-
-    variables: those named MOONCAKE_*.
-    path, text: the JSON file that a variable names, and what it contains; None if there is none.
-    """
-
-    variables: dict[str, str]
-    path: str | None = None
-    text: str | None = None
-
-
-def mooncake_sources() -> MooncakeSources:
-    """Returns Mooncake's variables and JSON file. Raises ConfigError if the file cannot be read."""
-    variables = {name: of for name, of in os.environ.items() if name.startswith("MOONCAKE_")}
-    named = next((name for name in _FILES_OF_MOONCAKE if os.environ.get(name)), None)
-    if named is None:
-        return MooncakeSources(variables)
-    path = os.environ[named]
-    try:
-        return MooncakeSources(variables, path, Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read Mooncake's file {path}, of {named}: {error}") from error
-
-
-_PREFIX = "PDSTORE_"
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
-_NEAR = 0.82  # a misspelt name is at least as similar as this
-_NEAR_REST = 0.65  # the same of what follows PDSTORE_ in a name
-_SYNONYMS = {
-    **dict.fromkeys(("URL", "URI", "POOL", "BACKEND", "REDIS", "REDIS_URL"), "STORE"),
-    **dict.fromkeys(("ADDRESS", "HOST", "PATH", "DIR", "DIRECTORY", "CACHE_DIR"), "STORE"),
-    **dict.fromkeys(("TIMEOUT", "TIMEOUT_S"), "DEADLINE_S"),
-    **dict.fromkeys(("PORT", "HTTP_PORT", "METRICS_PORT"), "STATUS_PORT"),
-    **dict.fromkeys(("TTL", "TTL_S"), "BLOCK_TTL_S"),
-    **dict.fromkeys(("BLOCK_SIZE", "PAGE_SIZE", "CHUNK_SIZE"), "BLOCK_TOKENS"),
-    **dict.fromkeys(("WAIT", "WAIT_S"), "HANDOFF_WAIT_S"),
-}
-"""Names that users guess, and the setting that each means; both without PDSTORE_."""
-_LOG_LEVELS = ("PDSTORE_LOG_LEVEL", "PDSTORE_LOGGING_LEVEL", "PDSTORE_DEBUG")
-_LOGGING = "pdstore logs at the engine's level (VLLM_LOGGING_LEVEL)"
-_OF_KUBERNETES = re.compile(  # it sets these in pods if a Service is called pdstore or pdstore-*
-    r"PDSTORE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP).*)"
-)
-_ADDRESS_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
 _DAY_S = 86_400.0
 _MOST_TTL_S = 3650 * 86_400  # redis and the arena count shorter times than this without overflow
 _MOST_BYTES = 1 << 62
@@ -147,7 +84,7 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
+        env_prefix=PREFIX,
         env_ignore_empty=True,
         extra="forbid",
         frozen=True,
@@ -268,7 +205,7 @@ class Settings(BaseSettings):
     @classmethod
     def _forget_address(cls, value: object) -> object:
         """Ignores the address that Kubernetes puts here if a Service is called pdstore-status."""
-        return None if str(value).startswith(_ADDRESS_OF_KUBERNETES) else value
+        return None if str(value).startswith(ADDRESS_OF_KUBERNETES) else value
 
 
 def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
@@ -332,7 +269,7 @@ def empty_settings(settings: Settings) -> str:
 
 def variable_of(field: str) -> str:
     """Returns the environment variable of a field of `Settings`."""
-    return _SWITCH if field == "pd_transfer_via_storage" else _PREFIX + field.upper()
+    return _SWITCH if field == "pd_transfer_via_storage" else PREFIX + field.upper()
 
 
 def read_settings(**overrides: object) -> Settings:
@@ -342,7 +279,7 @@ def read_settings(**overrides: object) -> Settings:
     ConfigError, which names the variable: for a bad value; for an unknown PDSTORE_* variable; and
     for another PD* variable whose name looks like a misspelt setting.
     """
-    _refuse_slips({variable_of(field) for field in Settings.model_fields}, _PREFIX)
+    refuse_slips({variable_of(field) for field in Settings.model_fields}, PREFIX)
     key_file = variable_of("seal_key_file")
     if overrides.get("seal_key_file", os.environ.get(key_file)) == "":
         raise ConfigError(
@@ -366,10 +303,10 @@ def read_engine_settings(**overrides: object) -> Settings:
     given = overrides.get("pd_transfer_via_storage", os.environ.get(_SWITCH, ""))
     if str(given).lower() not in _OFF:
         return read_settings(**overrides)
-    _refuse_slips({_SWITCH}, _SWITCH)
+    refuse_slips({_SWITCH}, _SWITCH)
     short = {f"PD_{field.upper()}" for field in Settings.model_fields}  # with the switch's prefix
-    unused = [name for name in sorted(os.environ) if name.startswith(_PREFIX) or name in short]
-    if unused := [name for name in unused if os.environ[name] and not _is_of_kubernetes(name)]:
+    unused = [name for name in sorted(os.environ) if name.startswith(PREFIX) or name in short]
+    if unused := [name for name in unused if os.environ[name] and not is_of_kubernetes(name)]:
         is_forgotten = given == ""  # else it was switched off on purpose
         log.log(
             logging.WARNING if is_forgotten else logging.INFO,
@@ -382,47 +319,6 @@ def read_engine_settings(**overrides: object) -> Settings:
         )
     overrides["pd_transfer_via_storage"] = False
     return Settings.model_construct(**overrides)  # type: ignore[arg-type]
-
-
-def _refuse_slips(known: Set[str], prefix: str) -> None:
-    """Raises ConfigError for an environment variable whose name seems to be misspelt.
-
-    Without the error, a misspelt PD_TRANSFER_VIA_STORAGE would leave the pool unused.
-
-    prefix: an unknown name that begins with this prefix is refused even if no known name is near.
-    """
-    for name in os.environ:
-        upper = name.upper()
-        if name in known or not upper.startswith("PD") or _is_of_kubernetes(name):
-            continue
-        near = _meant_by(upper, known)
-        if near or upper.startswith(prefix):
-            hint = f"did you mean {near}?" if near else "docs/settings.md lists them all"
-            hint = _LOGGING if upper in _LOG_LEVELS else hint
-            raise ConfigError(f"unknown setting {name}: {hint}")
-
-
-def _is_of_kubernetes(name: str) -> bool:
-    """True if Kubernetes sets this variable, with its present value, for a Service."""
-    is_address = os.environ[name].startswith(_ADDRESS_OF_KUBERNETES)
-    return (name.endswith("PORT") and is_address) or bool(_OF_KUBERNETES.fullmatch(name))
-
-
-def _meant_by(upper: str, known: Set[str]) -> str:
-    """Returns the variable that a wrong name, in capitals, stands for; "" if none is near.
-
-    A name is compared without PDSTORE_ or PD_, which would make all names look alike.
-    """
-    rests = {name.removeprefix(_PREFIX).removeprefix("PD_"): name for name in known}
-    rest = upper.removeprefix(_PREFIX).removeprefix("PD_")
-    rest = _SYNONYMS.get(rest, rest) if upper.startswith(_PREFIX) else rest
-    if rest in rests and rest != upper:
-        return rests[rest]
-    near = difflib.get_close_matches(upper, known, n=1, cutoff=_NEAR)
-    if upper.startswith(_PREFIX):
-        found = difflib.get_close_matches(rest, rests, n=1, cutoff=_NEAR_REST)
-        near = [rests[one] for one in found]
-    return near[0] if near else ""
 
 
 _REMEDIES = {
@@ -440,8 +336,8 @@ def _told(problem: ErrorDetails) -> str:
     told = variable_of(field) if field in Settings.model_fields else field
     if problem["type"] == "extra_forbidden":
         fields = {variable_of(one): one for one in Settings.model_fields}
-        near = _meant_by(field.upper(), fields.keys()) or _meant_by(
-            _PREFIX + field.upper(), fields.keys()
+        near = meant_by(field.upper(), fields.keys()) or meant_by(
+            PREFIX + field.upper(), fields.keys()
         )
         hint = f'; write "{fields[near]}"' if near else ", see docs/settings.md"
         return f"{told}: there is no such setting{hint}"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pdstore.settings import cache_directory
+from pdstore.environment import cache_directory
 
 
 @pytest.fixture(autouse=True)

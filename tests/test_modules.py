@@ -14,6 +14,7 @@ LMCACHE = PACKAGE.parent / "integrations" / "lmcache" / "pdstore_lmcache"
 """LMCache's adapter: a distribution of its own, and a room like any for these rules."""
 FLOORS = (
     ("errors",),
+    ("environment",),
     ("settings", "threads", "sizing"),
     ("telemetry",),
     ("metrics", "async_runner"),
@@ -26,7 +27,7 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 VLLM_FILES = ("plugin", "messages", "describe", "connector", "stats", "events")
 DOORS = {
-    "os.environ": ["settings"],
+    "os.environ": ["environment", "settings"],
     "threading.Thread": ["threads"],
     "concurrent": ["threads"],
     "multiprocessing": [],

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
+from pdstore.environment import plugins_of_vllm
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
-from pdstore.settings import Settings, doubts_of, plugins_of_vllm
+from pdstore.settings import Settings, doubts_of
 from pdstore.status.server import settings_of
 from pdstore.store.url import StoreURL
 

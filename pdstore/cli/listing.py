@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pdstore.cli.answer import Answer, age, counted, muted, size, table
+from pdstore.environment import cache_directory
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Json, Kind, Part, kind_of, prefix_of
-from pdstore.settings import Settings, cache_directory, read_settings
+from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdstore.environment import cache_directory
 from pdstore.errors import NativeError
-from pdstore.settings import cache_directory
 
 log = logging.getLogger(__name__)
 

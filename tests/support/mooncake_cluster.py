@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from examples.ports import free_ports
+from pdstore.environment import set_missing_variables
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
-from pdstore.settings import Settings, set_missing_variables
+from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.batches import SLAB_BYTES

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pdstore.environment import plugins_of_vllm
 from pdstore.errors import ConfigError
 from pdstore.settings import (
     Settings,
     origin_of,
-    plugins_of_vllm,
     read_engine_settings,
     read_settings,
 )

@@ -14,12 +14,13 @@ from typing import Any
 
 from pydantic import ByteSize
 
+from pdstore.environment import cache_directory
 from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
-from pdstore.settings import Settings, cache_directory
+from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
+from pdstore.environment import mooncake_sources, set_missing_variables
 from pdstore.errors import (
     ConfigError,
     MissingExtra,
@@ -23,7 +24,7 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.settings import mooncake_sources, parse_size, set_missing_variables
+from pdstore.settings import parse_size
 from pdstore.store.mooncake.others import Given, fields_of_others
 from pdstore.store.url import StoreURL, without_secret
 

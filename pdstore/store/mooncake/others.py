@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from pdstore.environment import MooncakeSources
 from pdstore.errors import ConfigError
-from pdstore.settings import MooncakeSources
 
 
 class Names(NamedTuple):

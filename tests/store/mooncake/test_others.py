@@ -9,8 +9,9 @@ import os
 import pytest
 
 from pdstore.cli.doctor import doctor
+from pdstore.environment import mooncake_sources
 from pdstore.errors import ConfigError
-from pdstore.settings import Settings, mooncake_sources
+from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.mooncake.library import MooncakeConfig
 from pdstore.store.mooncake.others import NAMES
