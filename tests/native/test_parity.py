@@ -20,6 +20,7 @@ from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import NativeSwap
 from tests.support import native_kit
 from tests.support.arena_kit import place_of
+from tests.support.gpu_kit import spin
 from tests.support.native_kit import DEVICES
 from tests.support.swap_case import PLAIN, SIZES, Case, host_memory, layout_of, native_of, view_of
 
@@ -192,7 +193,7 @@ class Rig:
     def sizes(self, values) -> list[int]:
         return [HEADER_BYTES + self.layout.payload_bytes(part, n) for part, _, n, _ in values]
 
-    def batch(self, swap, keys, values) -> ValueBatch:
+    def batch(self, swap, keys, values, ready=0) -> ValueBatch:
         columns = zip(*values, strict=True)
         items, block_ids = swap.pack_columns(*columns, [0] * len(values))
         return ValueBatch(
@@ -202,6 +203,7 @@ class Rig:
             engine=swap.engine,
             items=items,
             block_ids=block_ids,
+            ready=ready,
         )
 
     def values(self, num_tokens, first_token=0):
@@ -350,6 +352,46 @@ def test_what_the_device_cannot_sum_is_summed_before_the_copy(make, device, shap
     assert rig.num_right(keys, some) == len(values)
     rig.value_at(keys[1], rig.sizes(values)[1])[-1] ^= 1
     assert rig.num_right(keys, some) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [0, 4096])
+def test_batches_of_one_save_get_the_sums_of_their_own_values(make, device, size):
+    """The lanes take turns, so a batch's digests come while another batch is copied."""
+    rig = make(device, layout_of(layers=(LayerSpec(4, 64),) * 6), PLAIN, size=size)
+    values = rig.values(17)
+    keys = [fresh_keys(len(values)) for _ in range(8)]
+    batches = [rig.batch(rig.p, of, values[n % 3 :] + values[: n % 3]) for n, of in enumerate(keys)]
+    assert rig.store.fill(batches).error is None
+    for n, of in enumerate(keys):
+        assert rig.num_right(of, values[n % 3 :] + values[: n % 3]) == len(values)
+
+
+@pytest.mark.cuda
+@native_kit.needs_gpu
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_a_save_sums_what_the_model_has_written_when_its_event_fires(make, path, num_batches):
+    """Neither before the event, nor what the model writes to the blocks after the save."""
+    rig = make("cuda:0", layout_of(layers=(LayerSpec(4, 64),) * 6), PLAIN, path=path)
+    values = rig.values(17)
+    ids = [block for _, blocks, _, _ in values[:3] for block in blocks]  # of whole blocks
+    for _ in range(3):
+        event = torch.cuda.Event()
+        spin(30)
+        rig.cases[0].buffer.copy_(torch.randint_like(rig.cases[0].buffer, 256))
+        event.record()
+        keys = [fresh_keys(len(values)) for _ in range(num_batches)]
+        batches = [rig.batch(rig.p, of, values, ready=event.cuda_event) for of in keys]
+        assert rig.store.fill(batches).error is None
+        assert event.query()
+        wanted = [cache[ids].view(torch.uint8) for cache in rig.cases[0].caches]
+        rig.cases[0].buffer.zero_()
+        torch.cuda.synchronize()
+        for of in keys:
+            assert rig.num_right(of, values) == len(values)
+            for cache, want in zip(rig.cases[1].caches, wanted, strict=True):
+                assert torch.equal(cache[ids].view(torch.uint8), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -184,6 +184,21 @@ def test_a_byte_that_another_process_changes_after_the_call_is_not_loaded(
     assert arena.match([key]) == 0, "it was still wrong when it was looked at again"
 
 
+def test_a_byte_that_another_process_changes_while_p_saves_is_not_loaded(
+    instance, store, arena, library
+):
+    """P does not seal it as right. D finds it, and the next save stores the value again."""
+    p = instance(swap=lambda *of: NativeSwap(library, *of))
+    d = instance(fill=POISON)
+    library.change(store.memory())
+    assert save(p, range(128)).num_tokens == 128
+    assert load(d, range(128)) == JobResult(0, Reason.CORRUPT)
+    assert arena.match(keys_of(p, 128)[:1]) == 0
+    assert save(p, range(128)) == JobResult(128)
+    assert load(d, range(128)) == JobResult(128)
+    assert_same(p, d, 128)
+
+
 def test_a_byte_that_was_wrong_only_while_it_was_copied_leaves_the_value(
     instance, store, arena, library
 ):
