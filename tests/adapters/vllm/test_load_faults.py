@@ -57,20 +57,64 @@ def test_what_was_not_loaded_is_computed_and_not_asked_for_again(pair, bad_block
     answer.assert_same(alone(pair.d, prompt))
 
 
-@pytest.fixture(scope="module")
-def strict_d(started_pair, launcher, checkpoints):
-    """A D that vLLM's own option turns on: what cannot be loaded is an error there."""
-    config = {
+def entry(url):
+    """The connector that vLLM's own option turns on."""
+    return {
         "kv_connector": "PDStoreConnector",
         "kv_connector_module_path": "pdstore.adapters.vllm",
-        "kv_role": "kv_consumer",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"store": started_pair.d_gate.url},
+        "kv_connector_extra_config": {"store": url},
     }
-    option = f"--kv-transfer-config={json.dumps(config)}"
-    server = launcher.vllm("strict-d", checkpoints("llama"), *CACHING, option)
+
+
+def configured(launcher, name, model, policy, config):
+    """Starts a D with this configuration of its transfers."""
+    config |= {"kv_role": "kv_consumer", "kv_load_failure_policy": policy}
+    return launcher.vllm(name, model, *CACHING, f"--kv-transfer-config={json.dumps(config)}")
+
+
+@pytest.fixture(scope="module")
+def strict_d(started_pair, launcher, checkpoints):
+    """A D where what cannot be loaded is an error."""
+    config = entry(started_pair.d_gate.url)
+    server = configured(launcher, "strict-d", checkpoints("llama"), "fail", config)
     yield server.wait_ready()
     server.stop()
+
+
+@pytest.fixture(params=["recompute", "fail"])
+def multi_d(request, started_pair, launcher, checkpoints, tmp_path):
+    """A D with vLLM's MultiConnector over P's pool and another one. Returns it and its policy."""
+    pools = started_pair.d_gate.url, f"file://{tmp_path}/pool?budget=100MiB"
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [entry(url) for url in pools]},
+    }
+    server = configured(launcher, "multi-d", checkpoints("llama"), request.param, config)
+    yield server.wait_ready(), request.param
+    server.stop()
+
+
+@pytest.mark.nightly
+def test_in_a_multi_connector_a_damaged_block_ends_a_request_only_if_its_policy_is_fail(
+    pair, multi_d
+):
+    server, policy = multi_d
+    assert ("kv_load_failure_policy is fail" in server.log.read_text()) is (policy == "fail")
+    for bad_block in BAD.values():
+        prompt = new_prompt(LONG)
+        params = stored(pair.p, prompt)
+
+        def request(prompt=prompt, params=params):
+            return post(server, prompt, kv_transfer_params=params)
+
+        response = spoil(pair, bad_block, corrupt, request)
+        assert (response.status_code == 200) is (policy == "recompute"), response.text
+        assert_idle(server)
+    other = new_prompt(LONG)
+    since = Since(server)
+    answer = ask(server, other, kv_transfer_params=stored(pair.p, other))
+    assert since.loaded == LONG
+    answer.assert_same(alone(server, other))
 
 
 @pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_plugins_by_group
 
 from pdstore.adapters.vllm import plugin
 from pdstore.errors import ConfigError
+from tests.adapters.vllm.standins import GROUP
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +98,16 @@ def configured(monkeypatch):
     )
 
 
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
 def ours(**fields):
     return KVTransferConfig(**{"kv_connector": plugin.NAME, "kv_role": "kv_both", **fields})
 
 
 def multi(*entries, **fields):
     """A MultiConnector: entries of pdstore with some fields, behind vLLM's example connector."""
-    connectors: list[dict[str, object]] = [{"kv_connector": "ExampleConnector"}]
+    connectors: list[dict[str, object]] = [EXAMPLE]
     connectors += [{"kv_connector": plugin.NAME, **entry} for entry in entries]
     return ours(
         kv_connector="MultiConnector",
@@ -262,10 +268,32 @@ def test_entries_of_a_multi_connector_inherit_what_vllm_obeys(configured, policy
     example, *entries = configured(
         multi({}, {"kv_load_failure_policy": policy}, **fields)
     ).kv_connector_extra_config["connectors"]
-    assert example == {"kv_connector": "ExampleConnector"}
+    assert example == EXAMPLE
     assert entries == [{"kv_connector": plugin.NAME, **fields}] * 2
     [inner] = configured(nested({}, **fields)).kv_connector_extra_config["connectors"]
     assert inner["kv_connector_extra_config"]["connectors"] == entries[:1]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_parts_of_vllms_multi_connector_have_the_policy_that_it_obeys(
+    monkeypatch, checkpoints, request, tmp_path, policy
+):
+    monkeypatch.setenv("PDSTORE_STORE", f"file://{tmp_path}/pool?budget=10MiB")
+    plugin.register()
+    connectors = [{"kv_connector": plugin.NAME} for _ in range(2)]
+    transfer = ours(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": connectors},
+        kv_load_failure_policy=policy,
+    )
+    engine = EngineArgs(model=str(checkpoints("llama")), kv_transfer_config=transfer)
+    config = engine.create_engine_config()
+    log = request.getfixturevalue("log")  # by then vLLM has set up its own log
+    caches = SimpleNamespace(kv_cache_groups=[GROUP])
+    made = MultiConnector(config, KVConnectorRole.SCHEDULER, caches)
+    made.shutdown()
+    told = [said for said in messages_of(log) if "kv_load_failure_policy is fail" in said]
+    assert len(told) == (2 if policy == "fail" else 0)
 
 
 @pytest.mark.parametrize("config", [multi, nested])
