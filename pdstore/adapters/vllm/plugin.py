@@ -103,9 +103,14 @@ def _with_switch(create_engine_config: Any) -> Any:
 
     @functools.wraps(create_engine_config)
     def create(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-        if engine_args.kv_transfer_config is None:
-            engine_args.kv_transfer_config = _config_of_switch()
+        from vllm.config import KVTransferConfig
+
         transfer = engine_args.kv_transfer_config
+        if transfer is None:
+            transfer = _config_of_switch()
+        elif isinstance(transfer, dict):  # which vLLM takes from programs, and reads only later
+            transfer = KVTransferConfig(**transfer)
+        engine_args.kv_transfer_config = transfer
         if getattr(transfer, "kv_connector", None) is not None:
             _check(transfer, getattr(engine_args, "kv_offloading_size", None))
         return create_engine_config(engine_args, *args, **kwargs)

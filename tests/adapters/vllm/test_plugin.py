@@ -296,6 +296,21 @@ def test_parts_of_vllms_multi_connector_have_the_policy_that_it_obeys(
     assert len(told) == (2 if policy == "fail" else 0)
 
 
+def test_a_dictionary_is_checked_and_completed_as_an_option_is(configured):
+    connectors = [{"kv_connector": plugin.NAME}]
+    given = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    [entry] = configured(given).kv_connector_extra_config["connectors"]
+    assert (entry["kv_role"], entry["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    alone = {"kv_connector": plugin.NAME, "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match="stoer"):
+        configured({**alone, "kv_connector_extra_config": {"stoer": "redis://there"}})
+
+
 @pytest.mark.parametrize("config", [multi, nested])
 @pytest.mark.parametrize(
     ("entry", "message"),
