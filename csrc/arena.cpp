@@ -231,59 +231,104 @@ int32_t Arena::clear(std::string_view prefix) {
   });
 }
 
-bool Arena::could_fit(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, int64_t now) {
-  std::vector<NewValue> missing;
-  missing.reserve(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (index_.find(keys[i], now) == kNone) missing.push_back({Kind{kinds[i]}, sizes[i]});
-  }
-  return index_.could_fit(missing, now);
-}
-
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                       int64_t lock_ns, MayGo may_go) {
+                       int64_t lock_ns) {
   places->clear();
   return while_open([&] {
     places->reserve(keys.size());
-    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
-      for (const Place &place : *places) {  // reserved before the index was rebuilt
-        index_.free_if_reserved(place.slot, place.generation);
-      }
-      places->clear();
-      for (size_t i = 0; i < keys.size() && may_go == MayGo::kKept; ++i) {
-        if (const uint32_t id = index_.find(keys[i], now); id != kNone) index_.touch(id, now);
-      }
-      if (may_go == MayGo::kKept && !could_fit(keys, kinds, sizes, now)) return;
-      for (size_t i = 0; i < keys.size(); ++i) {
-        Place place;
-        if (index_.find(keys[i], now) == kNone) {
-          const Kind kind = static_cast<Kind>(kinds[i]);
-          const uint32_t id = index_.reserve(keys[i], kind, sizes[i], now, may_go);
-          if (id == kNone) break;
-          const Slot &slot = index_.slot(id);
-          const int64_t unbacked = slot.is_backed ? 0 : index_.room_of(id);
-          place = {id, slot.generation, index_.offset_of(id), unbacked};
+    int32_t code;
+    bool goes_on;
+    do {  // nothing goes for values whose memory the file system may refuse: it is asked before
+      goes_on = false;
+      const size_t num_backed = places->size();
+      code = with_lock(lock_ns, [&](int64_t now) {
+        while (places->size() > num_backed) {  // reserved before the index was rebuilt
+          index_.free_if_reserved(places->back().slot, places->back().generation);
+          places->pop_back();
         }
-        places->push_back(place);
-      }
-    });
-    const int32_t failed = code == PDS_OK ? back(places, lock_ns) : code;
-    return failed == PDS_OK && places->empty() && !keys.empty() ? int32_t{PDS_ERR_FULL} : failed;
+        goes_on = reserve_more(keys, kinds, sizes, places, now);
+      });
+      if (code == PDS_OK) code = back(places, num_backed, lock_ns, &goes_on);
+    } while (code == PDS_OK && goes_on);
+    if (code != PDS_OK) {
+      abandon_later(*places);
+      places->clear();
+    }
+    return code == PDS_OK && places->empty() && !keys.empty() ? int32_t{PDS_ERR_FULL} : code;
   });
 }
 
+// Reserves places for the keys that have none yet. True if it stopped because something would have
+// to go, while there is a place that is not backed yet.
+bool Arena::reserve_more(const Keys &keys, const uint8_t *kinds, const int64_t *sizes,
+                         Places *places, int64_t now) {
+  MayEvict may_evict = MayEvict::kYes;
+  for (size_t i = places->size(); i < keys.size(); ++i) {
+    Place place;
+    if (index_.find(keys[i], now) == kNone) {
+      const uint32_t id = index_.reserve(keys[i], Kind{kinds[i]}, sizes[i], now, may_evict);
+      if (id == kNone) return may_evict == MayEvict::kNo;
+      const Slot &slot = index_.slot(id);
+      const int64_t unbacked = slot.is_backed ? 0 : index_.room_of(id);
+      place = {id, slot.generation, index_.offset_of(id), unbacked};
+      if (unbacked > 0) may_evict = MayEvict::kNo;
+    }
+    places->push_back(place);
+  }
+  return false;
+}
+
 int32_t Arena::make_room(const Keys &keys, const uint8_t *kinds, const int64_t *sizes) {
-  Places places;
-  const int32_t code = reserve(keys, kinds, sizes, &places, -1, MayGo::kKept);
-  const int32_t freed = abandon(places);
-  if (code != PDS_OK) return code;
-  return freed == PDS_OK && places.size() < keys.size() ? int32_t{PDS_ERR_FULL} : freed;
+  constexpr int kTries = 8;  // others may change the arena while memory is allocated
+  return while_open([&] {
+    std::set<std::pair<int64_t, int64_t>> backed;
+    Growth growth = Growth::kAny;
+    for (int tries = 0; tries < kTries; ++tries) {
+      Plan plan;
+      bool has_room = false, is_done = false;
+      const int32_t code = with_lock(-1, [&](int64_t now) {
+        if (growth == Growth::kAny && index_.is_denied(now)) growth = Growth::kOtherSizes;
+        has_room = index_.make_plan(missing_of(keys, kinds, sizes, now), growth, now, &plan);
+        is_done = has_room && std::includes(backed.begin(), backed.end(), plan.unbacked.begin(),
+                                            plan.unbacked.end());
+        if (is_done) has_room = index_.carry_out(plan, now);
+      });
+      if (code != PDS_OK) return code;
+      if (!has_room) break;
+      if (is_done) return int32_t{PDS_OK};
+      const auto is_refused = [&](const auto &range) {
+        return fallocate(file_, 0, geometry_.data_at + range.first, range.second) != 0;
+      };
+      if (std::any_of(plan.unbacked.begin(), plan.unbacked.end(), is_refused)) {
+        growth = growth == Growth::kAny ? Growth::kOtherSizes : Growth::kNone;
+      } else {
+        backed.insert(plan.unbacked.begin(), plan.unbacked.end());
+      }
+    }
+    return int32_t{PDS_ERR_FULL};
+  });
+}
+
+// The values that are not stored; leases the others, which count as used.
+std::vector<NewValue> Arena::missing_of(const Keys &keys, const uint8_t *kinds,
+                                        const int64_t *sizes, int64_t now) {
+  std::vector<NewValue> missing;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const uint32_t id = index_.find(keys[i], now);
+    if (id == kNone) {
+      missing.push_back({Kind{kinds[i]}, sizes[i]});
+    } else {
+      index_.touch(id, now);
+    }
+  }
+  return missing;
 }
 
 // Has the file system allocate the memory of slots, else writing to them could raise SIGBUS. It
-// allocates whole slots, because the next value in a slot may be longer.
-int32_t Arena::back(Places *places, int64_t lock_ns) {
-  for (size_t i = 0; i < places->size(); ++i) {
+// allocates whole slots, because the next value in a slot may be longer. first: of the places that
+// are not backed yet. Where it refuses, the places end, and goes_on becomes false.
+int32_t Arena::back(Places *places, size_t first, int64_t lock_ns, bool *goes_on) {
+  for (size_t i = first; i < places->size(); ++i) {
     const int64_t bytes = (*places)[i].unbacked, at = geometry_.data_at + (*places)[i].offset;
     if (bytes == 0 || fallocate(file_, 0, at, bytes) == 0) continue;
     const Places refused(places->begin() + i, places->end());
@@ -294,8 +339,9 @@ int32_t Arena::back(Places *places, int64_t lock_ns) {
           index_.set_aside(static_cast<uint32_t>(slot), until);
       }
     });
-    if (code != PDS_OK) abandon_later(*places);
+    if (code != PDS_OK) abandon_later(refused);
     places->resize(i);
+    *goes_on = false;
     return code;
   }
   return PDS_OK;

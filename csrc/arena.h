@@ -50,10 +50,10 @@ class Arena {
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the leading keys for which there is room; without a slot for a stored key.
-  // may_go: with kKept, stored keys are leased and count as used first.
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                  int64_t lock_ns, MayGo may_go = MayGo::kUnkept);
-  // Reserves places for which kept values may go, and frees them again.
+                  int64_t lock_ns);
+  // Lets values go, also kept ones, until all keys have room; leases the keys that are stored. With
+  // PDS_ERR_FULL nothing has gone.
   int32_t make_room(const Keys &keys, const uint8_t *kinds, const int64_t *sizes);
   // done: how many leading places this process still owned; their values are stored now.
   int32_t publish(const Places &places, int64_t *done, int64_t lock_ns);
@@ -73,14 +73,17 @@ class Arena {
   Arena(int file, char *base, const Geometry &geometry, const pds_arena_options &options);
 
   bool is_of_this_process() const;
-  bool could_fit(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, int64_t now);
+  bool reserve_more(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
+                    int64_t now);
+  std::vector<NewValue> missing_of(const Keys &keys, const uint8_t *kinds, const int64_t *sizes,
+                                   int64_t now);
   template <typename Body>
   int32_t while_open(Body body);
   template <typename Body>
   int32_t with_lock(int64_t lock_ns, Body body);
   template <typename Body>
   int32_t locked(int64_t lock_ns, Body body);
-  int32_t back(Places *places, int64_t lock_ns);
+  int32_t back(Places *places, size_t first, int64_t lock_ns, bool *goes_on);
 
   int file_;  // for locks, never mapped
   char *base_;

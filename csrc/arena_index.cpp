@@ -227,12 +227,13 @@ int64_t Index::units_for(Kind kind, int64_t bytes) const {
   return is_rounded ? std::min(rounded(units), geometry_.slots_per_slab) : units;
 }
 
-uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go) {
+uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now,
+                        MayEvict may_evict) {
   const int64_t units = units_for(kind, bytes);
   if (units > geometry_.slots_per_slab) return kNone;
   Class *sized = class_of(units);
   if (sized == nullptr) return kNone;
-  const uint32_t id = reserve_slot(*sized, kind, now, may_go);
+  const uint32_t id = reserve_slot(*sized, kind, now, may_evict);
   if (id == kNone) return kNone;
   Slot &taken = slot(id);
   taken.kind = kind, taken.key_bytes = static_cast<uint8_t>(key.size());

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <set>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arena_layout.h"
@@ -58,8 +60,10 @@ class Unlock {
 
 struct Damaged {};
 
-enum class MayGo { kUnkept, kKept };    // for a new value
-enum class Spared { kNone, kMarkers };  // of what nothing keeps
+enum class MayEvict { kNo, kYes };  // for a new value
+
+// From where a plan may take memory that the file system has not allocated yet.
+enum class Growth { kAny, kOtherSizes, kNone };  // kOtherSizes: only within slabs that are in use
 
 // The age of a time in the file; an impossible time is infinitely old.
 inline int64_t since(int64_t then, int64_t now) {
@@ -68,9 +72,30 @@ inline int64_t since(int64_t then, int64_t now) {
 
 inline int64_t units_of(int64_t bytes) { return (bytes + kUnit - 1) / kUnit; }
 
+// True for a lease that has not ended; false for an end that no lease has.
+inline bool is_ahead(int64_t lease_end, int64_t now) {
+  constexpr int64_t kLongestLease = int64_t{86'400} * 1'000'000'000;
+  return lease_end > now && (lease_end <= now + kLongestLease || lease_end == kForeverNs);
+}
+
+inline bool is_marker(const Slot &slot) {
+  return slot.state == State::kStored && slot.kind == kShortLived && slot.bytes <= kUnit;
+}
+
 struct NewValue {
   Kind kind;
   int64_t bytes;
+};
+
+// A choice of what goes for new values, and of where they will be.
+struct Plan {
+  struct Cut {  // a slab that gets slots of another size
+    int64_t slab, units;
+    int64_t count;  // its leading slots that new values get
+  };
+  std::vector<uint32_t> slots;                     // in slabs that keep their size; some are free
+  std::vector<Cut> cuts;                           // of slabs, some of which are not in use
+  std::set<std::pair<int64_t, int64_t>> unbacked;  // offsets and bytes, in the values' memory
 };
 
 class Index {
@@ -100,12 +125,17 @@ class Index {
     return used_at >= then && end > used_at + times_.fresh_ns && end < used_at + times_.lease_ns;
   }
   // Reserves a slot for this owner's value; kNone if there is no room. Evicts values that are not
-  // kept, the oldest first; for a marker also kept values, and with `may_go` kept blocks and tails
-  // that were used before `now`.
-  uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayGo may_go);
-  // True if new values could have slots: whether `reserve` with kKept may find them. Evicts
-  // nothing. It counts slots of each size, in slabs that could go whole and in others.
-  bool could_fit(const std::vector<NewValue> &values, int64_t now);
+  // kept, the oldest first, and for a marker also kept values, if it may evict.
+  uint32_t reserve(std::string_view key, Kind kind, int64_t bytes, int64_t now, MayEvict may_evict);
+  // Chooses what goes for new values: values that are not kept, then kept blocks and tails that
+  // were used before `now`, the oldest first, and no markers. False if they can have no room.
+  // Changes nothing.
+  bool make_plan(const std::vector<NewValue> &values, Growth growth, int64_t now, Plan *plan);
+  // Lets go what a plan names, which is of this very time, and whose memory is there. False, with
+  // nothing gone, if the file system has no memory for descriptors.
+  bool carry_out(const Plan &plan, int64_t now);
+  // True for some time after `deny`.
+  bool is_denied(int64_t now) const;
   // Makes a reserved slot findable; or frees it, if its key is stored meanwhile.
   void publish(uint32_t id, int64_t now);
   // Frees a slot, whatever it holds.
@@ -147,6 +177,8 @@ class Index {
   int64_t offset_of(uint32_t id);
 
  private:
+  friend class Planner;
+
   int64_t slots_of(int64_t slab) const;
   uint32_t id_of(int64_t slab, int64_t i) const {
     return static_cast<uint32_t>(slab * geometry_.slots_per_slab + i);
@@ -161,21 +193,23 @@ class Index {
     ++slot.generation;
     slot.state = State::kFree;
   }
-  uint32_t reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go);
+  uint32_t reserve_slot(Class &sized, Kind kind, int64_t now, MayEvict may_evict);
   // The first to go for a slot of a class: `slab` whole if it is not -1, else `slot`, or kNone.
   struct Oldest {
     uint32_t slot;
     int64_t slab;
   };
-  Oldest oldest(Class &sized, int64_t now, Spared spared = Spared::kNone);
-  bool evict(Class &sized, int64_t now, Spared spared);
-  bool sacrifice(Class &sized, bool for_marker, int64_t now);
-  uint32_t oldest_unkept(Class &sized, int64_t now, Spared spared);
+  Oldest oldest(Class &sized, int64_t now);
+  bool evict(Class &sized, int64_t now);
+  bool sacrifice(Class &sized, int64_t now);
+  uint32_t oldest_unkept(Class &sized, int64_t now);
   int64_t units_for(Kind kind, int64_t bytes) const;
   bool is_kept(const Slot &slot, int64_t now) const;
-  bool is_denied(int64_t now) const;
+  void sweep(int64_t now);
   bool add_slab(Class &sized, int64_t now);
-  bool assign(int64_t slab, Class &sized, int64_t now);
+  bool describe(int64_t slab, int64_t units, int64_t now);
+  void cut(int64_t slab, Class &sized, int64_t now);
+  bool resize(int64_t slab, Class &sized, int64_t now);
   template <typename MayGo>
   int64_t coldest_slab(const Class &beside, MayGo may_go) const;
   void empty(int64_t slab);

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <utility>
 
 #include "arena_index.h"
@@ -16,17 +15,8 @@
 namespace pds::arena {
 namespace {
 
-constexpr int64_t kLongestLease = int64_t{86'400} * 1'000'000'000;
 constexpr int64_t kSweepEvery = 100'000'000, kDeniedFor = 1'000'000'000;
 constexpr int64_t kFullFor = 20'000'000;  // a walk over what is kept is not repeated for every put
-
-bool is_ahead(int64_t lease_end, int64_t now) {
-  return lease_end > now && (lease_end <= now + kLongestLease || lease_end == kForeverNs);
-}
-
-bool is_marker(const Slot &slot) {
-  return slot.state == State::kStored && slot.kind == kShortLived && slot.bytes <= kUnit;
-}
 
 }  // namespace
 
@@ -53,14 +43,12 @@ Class &Index::class_of_slot(uint32_t id) {
   return *sized;
 }
 
-uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayGo may_go) {
+uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayEvict may_evict) {
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
-    if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
+    if (may_evict == MayEvict::kNo) return kNone;
+    sweep(now);
     const bool for_marker = kind == kShortLived && sized.units == 1;
-    const bool may_take = for_marker || may_go == MayGo::kKept;
-    const Spared spared = may_go == MayGo::kKept ? Spared::kMarkers : Spared::kNone;
-    if (!evict(sized, now, spared) && !(may_take && sacrifice(sized, for_marker, now)))
-      return kNone;
+    if (!evict(sized, now) && !(for_marker && sacrifice(sized, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -77,17 +65,23 @@ bool Index::add_slab(Class &sized, int64_t now) {
   const auto is_unused = [](const Slab &slab) { return slab.units == 0; };
   const Slab *end = slabs_ + geometry_.num_slabs,
              *found = std::find_if(slabs_, slabs_ + geometry_.num_slabs, is_unused);
-  return found != end && assign(found - slabs_, sized, now);
+  if (found == end || !describe(found - slabs_, sized.units, now)) return false;
+  cut(found - slabs_, sized, now);
+  return true;
 }
 
-// Cuts a slab that is not in use into slots. False if the file system has no memory for them.
-bool Index::assign(int64_t slab, Class &sized, int64_t now) {
-  const int64_t count = geometry_.slots_per_slab / sized.units;
+// Allocates descriptors for slots of a size. False if the file system has no memory for them.
+bool Index::describe(int64_t slab, int64_t units, int64_t now) {
+  const int64_t bytes = geometry_.slots_per_slab / units * static_cast<int64_t>(sizeof(Slot));
   const int64_t at = geometry_.slots_at + id_of(slab, 0) * static_cast<int64_t>(sizeof(Slot));
-  if (fallocate(file_, 0, at, count * static_cast<int64_t>(sizeof(Slot))) != 0) {
-    deny(now);
-    return false;
-  }
+  if (fallocate(file_, 0, at, bytes) == 0) return true;
+  deny(now);
+  return false;
+}
+
+// Cuts a slab that is not in use into slots, which have descriptors.
+void Index::cut(int64_t slab, Class &sized, int64_t now) {
+  const int64_t count = geometry_.slots_per_slab / sized.units;
   for (int64_t i = 0; i < count; ++i) {
     Slot &made = slots_[id_of(slab, i)];
     ++made.generation;
@@ -95,6 +89,20 @@ bool Index::assign(int64_t slab, Class &sized, int64_t now) {
   }
   slabs_[slab] = {sized.units, now, 0, 0, 0};
   for (int64_t i = 0; i < count; ++i) add_oldest(sized.free, id_of(slab, i));
+}
+
+// Gives a slab slots of another size. False, and nothing is lost, if the file system has no memory
+// for their descriptors and for the first of them.
+bool Index::resize(int64_t slab, Class &sized, int64_t now) {
+  const int64_t at = geometry_.data_at + slab * geometry_.slab_bytes;
+  if (!describe(slab, sized.units, now)) return false;
+  if (fallocate(file_, 0, at, sized.units * kUnit) != 0) {
+    deny(now);
+    return false;
+  }
+  empty(slab);
+  cut(slab, sized, now);
+  slots_[id_of(slab, 0)].is_backed = 1;
   return true;
 }
 
@@ -112,12 +120,10 @@ int64_t Index::coldest_slab(const Class &beside, MayGo may_go) const {
   return coldest;
 }
 
-Index::Oldest Index::oldest(Class &sized, int64_t now, Spared spared) {
-  const uint32_t victim = oldest_unkept(sized, now, spared);
+Index::Oldest Index::oldest(Class &sized, int64_t now) {
+  const uint32_t victim = oldest_unkept(sized, now);
   const int64_t slab = coldest_slab(sized, [&](int64_t i) {
-    if (slabs_[i].num_reserved > 0 || is_ahead(slabs_[i].lease_end, now)) return false;
-    const Slot *first = &slots_[id_of(i, 0)];
-    return spared == Spared::kNone || std::none_of(first, first + slots_of(i), is_marker);
+    return slabs_[i].num_reserved == 0 && !is_ahead(slabs_[i].lease_end, now);
   });
   const auto is_older = [&] {
     return victim == kNone || slabs_[slab].num_used == 0 ||
@@ -127,12 +133,9 @@ Index::Oldest Index::oldest(Class &sized, int64_t now, Spared spared) {
 }
 
 // Frees one slot of a class. False if all is kept.
-bool Index::evict(Class &sized, int64_t now, Spared spared) {
-  const auto [victim, slab] = oldest(sized, now, spared);
-  if (slab >= 0) {
-    empty(slab);
-    if (assign(slab, sized, now)) return true;
-  }
+bool Index::evict(Class &sized, int64_t now) {
+  const auto [victim, slab] = oldest(sized, now);
+  if (slab >= 0 && resize(slab, sized, now)) return true;
   if (victim == kNone) return false;
   free(victim);
   return true;
@@ -153,13 +156,11 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
   return victim == kNone ? -1 : since(slots_[victim].used_at, now);
 }
 
-// Frees the oldest slot of a class although it is kept; where there is none, the slab of another
-// size that was used longest ago. For what a peer waits for. A marker may take any stored value's
-// place; a block takes none of a marker, nor of what was used at this very time: its own chain.
-bool Index::sacrifice(Class &sized, bool for_marker, int64_t now) {
+// Frees for a marker the oldest slot of its class although it is kept; where there is none, the
+// slab of another size that was used longest ago.
+bool Index::sacrifice(Class &sized, int64_t now) {
   const auto is_needed = [&](const Slot &slot) {
-    if (slot.state != State::kStored) return slot.state != State::kFree;
-    return slot.kind == kForever || (!for_marker && (is_marker(slot) || slot.used_at >= now));
+    return slot.state == State::kStored ? slot.kind == kForever : slot.state != State::kFree;
   };
   uint32_t older = kNone;
   for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
@@ -174,55 +175,21 @@ bool Index::sacrifice(Class &sized, bool for_marker, int64_t now) {
     const Slot *first = &slots_[id_of(slab, 0)];
     return std::none_of(first, first + slots_of(slab), is_needed);
   });
-  if (coldest < 0) return false;
-  empty(coldest);
-  return assign(coldest, sized, now);
-}
-
-bool Index::could_fit(const std::vector<NewValue> &values, int64_t now) {
-  const auto may_go = [&](const Slot &slot) {
-    if (slot.state == State::kResting) return !is_ahead(slot.lease_end, now);
-    if (slot.state != State::kStored) return slot.state == State::kFree;
-    return slot.kind != kForever && !is_marker(slot) && slot.used_at < now;
-  };
-  std::map<int64_t, int64_t> wanted;  // slots, by their units
-  for (const NewValue &value : values) {
-    const int64_t units = units_for(value.kind, value.bytes);
-    if (units > geometry_.slots_per_slab) return false;
-    ++wanted[units];
-  }
-  int64_t whole = 0;  // slabs that could have any size
-  for (int64_t slab = 0; slab < geometry_.num_slabs; ++slab) {
-    const int64_t count = slots_of(slab);
-    if (count == 0 && is_denied(now)) continue;
-    const Slot *first = &slots_[id_of(slab, 0)];
-    const int64_t num_going = std::count_if(first, first + count, may_go);
-    if (num_going == count) {
-      ++whole;
-    } else if (const auto found = wanted.find(slabs_[slab].units); found != wanted.end()) {
-      found->second -= num_going;
-    }
-  }
-  for (const auto &[units, count] : wanted) {
-    const int64_t per_slab = geometry_.slots_per_slab / units;
-    if (count > 0) whole -= (count + per_slab - 1) / per_slab;
-  }
-  return whole >= 0;
+  return coldest >= 0 && resize(coldest, sized, now);
 }
 
 bool Index::is_kept(const Slot &slot, int64_t now) const {
   return (slot.kind == kForever && slot.state == State::kStored) || is_ahead(slot.lease_end, now);
 }
 
-uint32_t Index::oldest_unkept(Class &sized, int64_t now, Spared spared) {
+uint32_t Index::oldest_unkept(Class &sized, int64_t now) {
   if (now < sized.full_until && sized.full_until <= now + kFullFor) return kNone;
   int64_t soonest = now + kFullFor;
   uint32_t older = kNone;
   for (uint32_t id = sized.used.oldest; id != kNone; older = id, id = slots_[id].newer) {
     const Slot &used = slot(id);
     if (used.older != older) throw Damaged();  // so a ring of links cannot hold us
-    const bool is_spared = spared == Spared::kMarkers && is_marker(used);
-    if (!is_spared && !is_kept(used, now)) return id;
+    if (!is_kept(used, now)) return id;
     soonest = std::min(soonest, used.lease_end);
   }
   sized.full_until = soonest;
@@ -243,6 +210,10 @@ void Index::empty(int64_t slab) {
     give_up(slots_[id]);
   }
   slabs_[slab] = {};
+}
+
+void Index::sweep(int64_t now) {
+  if (since(header_->swept_at, now) > kSweepEvery) rest(Whose::kDead, now);
 }
 
 void Index::rest(Whose whose, int64_t now) {

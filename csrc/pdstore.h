@@ -208,7 +208,7 @@ int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
 // its last use; -1 if none has to go, or none may.
 int32_t pds_arena_oldest(pds_arena *arena, int64_t bytes, int64_t num_values, int64_t *age_ns);
 // Evicts blocks and tails, leased ones too, until all of these values have room; the stored ones of
-// them get a lease and stay. PDS_ERR_FULL: not even then.
+// them get a lease and stay. PDS_ERR_FULL: not even then, and nothing was evicted.
 int32_t pds_arena_make_room(pds_arena *arena, const char *keys, const uint8_t *kinds,
                             const int64_t *sizes, int64_t num_keys);
 // Gives up to `room` values, in no order, and their count. `next`: 0 at first; set to what the next

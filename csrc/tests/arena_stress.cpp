@@ -140,6 +140,9 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
       return;
     default:
       if (random() % 20 == 0) pds_arena_clear(view.arena, "pds1:key1");
+      if (random() % 4 != 0) return;
+      pds_arena_make_room(view.arena, batch.keys.data(), batch.kinds.data(), batch.sizes.data(),
+                          batch.count());
   }
 }
 

@@ -63,6 +63,40 @@ def test_a_place_has_its_memory_though_a_shorter_value_had_it_before(library, sm
         assert get(store, [long], [6 * PAGE]) == [value]
 
 
+def stored_in_three_slabs(store) -> list[BlockKey]:
+    """Puts and leases 23 values: two slabs hold ten each, seven slots were never used."""
+    keys = fresh_keys(23)
+    put(store, keys, [content(key, SIZE) for key in keys])
+    assert store.match(keys) == 23
+    return keys
+
+
+def test_no_room_is_made_that_the_disk_has_no_memory_for(library, small_disk):
+    options = {"directory": small_disk, "size": 3 * MIB, "slab_bytes": MIB, "lease_s": 60}
+    with contextlib.closing(ArenaStore(library, **options)) as store:
+        old = stored_in_three_slabs(store)
+        fill(small_disk, 0)
+        for new in ([MIB], [SIZE] * 24, [2 * SIZE, MIB], [MIB] * 3):
+            assert not store.make_room(fresh_keys(len(new)), new)
+            assert store.match(old) == 23, "nothing went in vain"
+        keys, sizes = fresh_keys(8), [SIZE] * 5 + [2 * SIZE] * 3
+        assert store.make_room(keys, sizes), "of what has its memory"
+        assert put(store, keys, [content(*pair) for pair in zip(keys, sizes, strict=True)]) == 8
+        assert sum(store.which_stored(old)) == 23 - 5 - 10
+        assert get(store, keys, sizes) == [content(*pair) for pair in zip(keys, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("new", [[MIB], [SIZE] * 12], ids=["another size", "the same size"])
+def test_nothing_is_evicted_for_values_that_the_disk_has_no_memory_for(library, small_disk, new):
+    options = {"directory": small_disk, "size": 3 * MIB, "slab_bytes": MIB}
+    with contextlib.closing(ArenaStore(library, fresh_s=0, lease_s=1e-9, **options)) as store:
+        old, keys = stored_in_three_slabs(store), fresh_keys(len(new))
+        fill(small_disk, 0)
+        with pytest.raises(StoreFull):
+            put(store, keys, [content(*pair) for pair in zip(keys, new, strict=True)])
+        assert all(store.which_stored(old))
+
+
 def test_memory_that_the_disk_does_not_give_is_no_crash(library, small_disk):
     with contextlib.closing(ArenaStore(library, directory=small_disk, size=8 * MIB)) as store:
         fill(small_disk, 3 * MIB)
