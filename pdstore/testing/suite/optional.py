@@ -11,7 +11,14 @@ import pytest
 from pdstore.errors import StoreClosed, StoreFull
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.store.base import Store
-from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
+from pdstore.store.optional import (
+    ALL_KEYS,
+    EvictsByUse,
+    ListsValues,
+    StoredValue,
+    TellsRoom,
+    find_optional,
+)
 from pdstore.testing.values import (
     assert_stored,
     assert_values,
@@ -97,15 +104,27 @@ class PressureTests:
     def test_a_full_store_whose_values_are_leased_takes_markers(self, small_store: Store) -> None:
         if not small_store.lease_s:
             pytest.skip("this store has no leases")
-        for key in fresh_keys(2 * MOST):
-            if _put_what_fits(small_store, [key]) != (1, False):
-                break
-            small_store.match([key])
-        stem = fresh_keys(1)[0].split(":")[1]
-        markers = [BlockKey(f"pds1:{stem}:handoff:{number:032x}:0:failed") for number in range(40)]
-        for marker in markers:
+        _fill_with_leased(small_store)
+        for marker in _fresh_markers(40):
             assert put(small_store, [marker], [content(marker, 64)]) == 1
             assert_stored(small_store, [marker], [content(marker, 64)])
+
+    def test_room_is_made_for_all_values_or_nothing_goes(self, small_store: Store) -> None:
+        """For stores that evict when asked (`EvictsByUse`); skipped for other stores."""
+        by_use = find_optional(small_store, EvictsByUse)
+        if by_use is None or not small_store.lease_s:
+            pytest.skip("this store evicts nothing when asked, or has no leases")
+        markers = _fresh_markers(2)
+        put(small_store, markers, contents(markers, 64))
+        leased, new = _fill_with_leased(small_store), fresh_keys(8)
+        assert not by_use.make_room(fresh_keys(2 * MOST), [SIZE] * (2 * MOST))
+        assert all(small_store.match([key]) for key in [*leased, *markers]), "nothing went in vain"
+        assert by_use.make_room([leased[0], *new], [SIZE] * 9)
+        there = [key for key in leased if small_store.match([key])]
+        assert leased[0] in there, "the caller's own values stay"
+        assert put(small_store, new, contents(new, SIZE)) == 8
+        assert all(small_store.match([key]) for key in [*there, *new]), "there was room for all"
+        assert_stored(small_store, markers, contents(markers, 64))
 
     def test_clear_leaves_room(self, small_store: Store) -> None:
         keys = fresh_keys(MOST)
@@ -193,6 +212,22 @@ def _fill(store: Store, count: int, until: float = math.inf) -> None:
         if time.monotonic() > until:
             return
         _put_what_fits(store, [key])
+
+
+def _fill_with_leased(store: Store) -> list[BlockKey]:
+    """Puts and leases values of 64 KiB until one finds no room; returns the keys of the others."""
+    leased: list[BlockKey] = []
+    for key in fresh_keys(2 * MOST):
+        if _put_what_fits(store, [key]) != (1, False):
+            break
+        store.match([key])
+        leased.append(key)
+    return leased
+
+
+def _fresh_markers(count: int) -> list[BlockKey]:
+    stem = fresh_keys(1)[0].split(":")[1]
+    return [BlockKey(f"pds1:{stem}:handoff:{number:032x}:0:failed") for number in range(count)]
 
 
 def _put_what_fits(store: Store, keys: list[BlockKey]) -> tuple[int, bool]:

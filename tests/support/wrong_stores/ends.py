@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from pdstore.errors import StoreError
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.store.base import Lifecycle, Slots, check_call
 from tests.support.wrong_stores.base import SmallWrongStore, WrongStore
 
@@ -80,6 +80,32 @@ class MiscountsWhenFull(SmallWrongStore):
             return super().put(keys, slots)
         except StoreError:
             return len(keys)
+
+
+class MakesRoomOneByOne(SmallWrongStore):
+    caught_by = ("test_room_is_made_for_all_values_or_nothing_goes",)
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        while self._shelf.values and not super().make_room(keys, sizes):
+            self._shelf.drop([next(iter(self._shelf.values))])
+        return super().make_room(keys, sizes)
+
+
+class MakesRoomOfMarkers(SmallWrongStore):
+    caught_by = ("test_room_is_made_for_all_values_or_nothing_goes",)
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        has_room = super().make_room(keys, sizes)
+        if has_room:
+            self._shelf.drop([key for key in self._shelf.values if kind_of(key) is Kind.HANDOFF])
+        return has_room
+
+
+class SaysThatThereIsRoom(SmallWrongStore):
+    caught_by = ("test_room_is_made_for_all_values_or_nothing_goes",)
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        return sum(sizes) <= (self.room().capacity_bytes or 0)
 
 
 class HangsOnClose(WrongStore):
