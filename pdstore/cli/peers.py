@@ -28,6 +28,9 @@ _FIELDS = (
 )
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
+_MOST_SAID = 400  # characters
+_ITS_LOG = "look at that instance's log: what it names keeps it from its pool"
+
 
 class Peer(BaseModel):
     """The part of an instance's status that is compared with another instance's.
@@ -37,6 +40,7 @@ class Peer(BaseModel):
     pool: the id of the instance's pool; None if it does not tell the id or does not know it yet.
     store: the URL of the instance's store, without secrets; empty if it does not tell.
     lease_s: seconds that the store keeps a matched value; 0 if not known yet.
+    problem: what the instance says is wrong with its pool now; None if it says nothing.
     url: the URL at which the instance was asked.
     """
 
@@ -45,6 +49,7 @@ class Peer(BaseModel):
     pool: str | None = Field(None, validation_alias=AliasPath("pool", "id"))
     store: str = ""
     lease_s: float = Field(0.0, validation_alias=AliasPath("pool", "lease_s"))
+    problem: str | None = None
     url: str = ""
 
 
@@ -123,6 +128,8 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
     for peer in peers:
         pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
         yield info(f"peer {peer.url}", f"{pool}, namespace {peer.digest[:12]}")
+        if peer.problem:
+            yield warn("degraded", f"{peer.url} says: {peer.problem[:_MOST_SAID]}", _ITS_LOG)
     for other in peers[1:]:
         yield from _compare(peers[0], other)
 

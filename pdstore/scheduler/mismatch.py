@@ -27,7 +27,8 @@ _OF_ONE_PROCESS = (
 )
 _ONE_PLACE = (
     "the same PDSTORE_STORE; if it is the same, {} is another place for each of them (another"
-    " host's, another user's, another container's, or a Service with two servers behind it)"
+    " host's, another user's, another container's, or a Service with two servers behind it); over"
+    " shm:// restart the instance whose log says that its file was removed"
 )
 _DECODE_AT_PREFILL = (
     "a request with a hand-off of another instance is to be decoded here, where it is prefilled"

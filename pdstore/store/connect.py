@@ -29,7 +29,7 @@ from pdstore.store.base import Slots, Store
 from pdstore.store.optional import TellsRoom, find_optional
 from pdstore.store.seal import read_seal_keys, seal_store
 from pdstore.store.url import StoreURL
-from pdstore.store.wrappers import OPEN_S, GuardedStore
+from pdstore.store.wrappers import OPEN_S, GuardedStore, guard_of
 from pdstore.threads import Deadline, Ticker
 
 GROUP = "pdstore.stores"
@@ -172,14 +172,15 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
 
 
 _SILENCE_S = 60.0
+_DAY_S = 86_400.0
 warned: dict[str, Deadline] = {}
 """Times until which a message is not logged again: scheduler and worker may be in one process."""
 
 
-def _warn_once(message: str) -> None:
+def _warn_once(message: str, every_s: float = _SILENCE_S) -> None:
     """Logs a warning, unless the other half of this instance has just logged the same."""
     if message not in warned or warned[message].is_over():
-        warned[message] = Deadline(_SILENCE_S)
+        warned[message] = Deadline(every_s)
         log.warning(message)
 
 
@@ -227,10 +228,12 @@ class RoomWatch:
     """Asks a store for its room every `every_s` seconds, on a thread of its own; sets the metrics.
 
     A store that cannot tell its room gets no thread. After an error the metrics keep their numbers.
+    It also keeps `GuardedStore.lasting_problem` up to date, and logs such a problem once.
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:
         self._store = find_optional(store, TellsRoom)
+        self._guard = guard_of(store)
         self._metrics = metrics
         self._every_s = every_s
         self._num_evicted: int | None = None
@@ -246,6 +249,7 @@ class RoomWatch:
         metrics, started_at = self._metrics, time.monotonic()
         with contextlib.suppress(StoreError):  # calls of jobs will report the error
             room = self._store.room()
+            self._keep_problem(room.problem)
             metrics.store_used_bytes.set(room.used_bytes or 0)
             metrics.store_capacity_bytes.set(room.capacity_bytes or 0)
             if room.num_evicted is not None:
@@ -253,3 +257,9 @@ class RoomWatch:
                 metrics.store_evictions.inc(max(0, room.num_evicted - before))
                 self._num_evicted = room.num_evicted
         return max(self._every_s, _REST * (time.monotonic() - started_at))
+
+    def _keep_problem(self, problem: str | None) -> None:
+        if problem is not None:
+            _warn_once(problem, _DAY_S)
+        if self._guard is not None:
+            self._guard.lasting_problem = problem

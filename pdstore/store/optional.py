@@ -90,6 +90,7 @@ class Room(NamedTuple):
     num_evicted: values evicted since the keeper's start to make room; None if not counted.
     policy: which values are evicted when the store is full, in the keeper's words.
     num_connections: how many more connections the keeper accepts; None means any number.
+    problem: why other instances cannot find what is stored here, with what to do; None if they can.
     """
 
     keeper: str
@@ -98,6 +99,7 @@ class Room(NamedTuple):
     num_evicted: int | None
     policy: str
     num_connections: int | None = None
+    problem: str | None = None
 
 
 @runtime_checkable

@@ -111,6 +111,7 @@ class GuardedStore(WrapperStore):
     problem: the message of the store's last failure, or of its last StoreFull or ValueRefused; None
       if all is well. The next successful call clears a failure; only the next successful put clears
       a StoreFull or a ValueRefused.
+    lasting_problem: a problem that no call shows and none clears (`Room.problem`), or None.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class GuardedStore(WrapperStore):
         self._probe_key = POOL_ID_KEY
         self._is_closed = False
         self.problem: str | None = None
+        self.lasting_problem: str | None = None
         self._is_full = False
         self._is_quick = False
         self._refusal: type[StoreError] = StoreUnavailable
@@ -325,6 +327,6 @@ def guard_of(store: Store) -> GuardedStore | None:
 
 
 def problem_of(store: Store) -> str | None:
-    """Returns `GuardedStore.problem` of a store, or of what it wraps; None without a guard."""
+    """Returns the problem of a store, or of what it wraps, by its guard; None without a guard."""
     guard = guard_of(store)
-    return guard.problem if guard is not None else None
+    return guard.problem or guard.lasting_problem if guard is not None else None

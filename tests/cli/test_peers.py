@@ -90,6 +90,14 @@ def test_two_pools_are_red_with_both_urls(compare):
     assert wrong.remedy == "give both the same PDSTORE_STORE"
 
 
+def test_what_an_instance_says_is_wrong_with_its_pool_is_yellow(compare):
+    problem = "/dev/shm/pdstore-0-pool was removed while this instance ran"
+    [found] = [f for f in compare(status_of() | {"problem": problem}, status_of()) if f.remedy]
+    assert (found.level, found.subject) == (Level.WARN, "degraded")
+    assert found.said.endswith(f" says: {problem}")
+    assert "that instance's log" in found.remedy
+
+
 def test_two_leases_of_one_pool_are_yellow_with_both_and_what_to_write(compare):
     [found] = [f for f in compare(status_of(lease_s=1), status_of(lease_s=60)) if f.remedy]
     assert (found.level, found.subject) == (Level.WARN, "lease")

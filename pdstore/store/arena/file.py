@@ -61,6 +61,26 @@ def why_too_long(path: Path, num_bytes: int, slab_bytes: int) -> str | None:
     )
 
 
+def why_not_found(path: Path, opened: os.stat_result) -> str | None:
+    """Returns why new instances do not find an arena that was opened at a path; None if they do.
+
+    opened: what `os.fstat` told of the arena's file when it was opened.
+    """
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        what = "was removed" if error.errno == errno.ENOENT else f"is not found ({error.strerror})"
+    else:
+        if os.path.samestat(there, opened):
+            return None
+        what = "was removed, and another file has its place"
+    return (
+        f"{path} {what} while this instance ran: instances that start now use another pool, so"
+        " restart this one. At a user's last logout systemd-logind removes that user's files in"
+        " /dev/shm: run as a system user, or set RemoveIPC=no in logind.conf"
+    )
+
+
 def _checked(fd: int, path: Path) -> int:
     try:
         status = os.fstat(fd)

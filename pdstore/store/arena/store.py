@@ -19,7 +19,7 @@ from pdstore.native.arena import ArenaCounts, Filled, NativeArena, ValueBatch
 from pdstore.native.engine import Ticket
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
-from pdstore.store.arena.file import open_arena_file, why_too_long
+from pdstore.store.arena.file import open_arena_file, why_not_found, why_too_long
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
 from pdstore.store.url import StoreURL
@@ -81,6 +81,7 @@ class ArenaStore(Store):
         self._lease_s = lease_s
         times = lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s
         fd = open_arena_file(self.path, library, size, slab_bytes)
+        self._file = os.fstat(fd)
         try:
             self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
             there, slab = self._arena.data_bytes, self._arena.slab_bytes
@@ -223,7 +224,9 @@ class ArenaStore(Store):
     def room(self) -> Room:  # a slab that is cut into slots counts as used
         used_bytes = self.counts().slabs * self._arena.slab_bytes
         policy = "the least recently used of its size goes first"
-        return Room("shared memory", used_bytes, self._arena.data_bytes, None, policy)
+        problem = why_not_found(self.path, self._file)
+        there = self._arena.data_bytes
+        return Room("shared memory", used_bytes, there, None, policy, problem=problem)
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
         self._enter()

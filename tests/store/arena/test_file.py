@@ -11,10 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore.errors import ConfigError, StoreDenied, StoreUnavailable
+from pdstore.metrics import Metrics
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
-from pdstore.testing.values import run_together
+from pdstore.store.connect import RoomWatch
+from pdstore.store.wrappers import GuardedStore, problem_of
+from pdstore.testing import fresh_keys
+from pdstore.testing.values import put, run_together
 from tests.support.fuse_mount import mounted
+from tests.support.kv import eventually
 
 MIB = 1 << 20
 
@@ -55,6 +60,24 @@ def test_a_file_that_others_may_open_is_refused(library, path):
     path.chmod(0o640)
     with pytest.raises(StoreDenied, match="chmod 600"):
         open_and_close(library, path)
+
+
+def test_an_instance_whose_arena_was_removed_says_so(library, path, closed_after, caplog):
+    """By RemoveIPC of systemd-logind, or by hand: its own calls go on, so nothing else shows it."""
+    old = closed_after(ArenaStore(library, directory=path.parent, size=4 * MIB))
+    guard, keys = GuardedStore(old, Metrics()), fresh_keys(1)
+    closed_after(RoomWatch(guard, Metrics(), every_s=0.001))
+    put(guard, keys, [b"x"])
+    assert (old.room().problem, problem_of(guard)) == (None, None)
+    path.unlink()
+    eventually(lambda: "was removed while this instance ran" in (problem_of(guard) or ""))
+    assert guard.match(keys) == 1, "with whoever has the old file hand-offs go on"
+    new = closed_after(ArenaStore(library, directory=path.parent, size=4 * MIB))
+    eventually(lambda: "another file has its place" in (problem_of(guard) or ""))
+    assert (new.room().problem, new.match(keys)) == (None, 0)
+    said = [text for text in caplog.messages if "restart this one" in text]
+    assert len(said) == len(set(said)) == 2, "each is logged once"
+    assert all("RemoveIPC=no" in text for text in said)
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 100, bytes(8 * MIB), os.urandom(MIB)], ids=len)
