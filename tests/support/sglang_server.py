@@ -21,6 +21,15 @@ from tests.support.sglang_wheel import (
 )
 
 PAGE = 64
+
+
+def _as_named(tokens: Sequence[str], last: str | None, page_size: int) -> list[str]:
+    """Stands for SGLang's hash of tokens: tests give the hashes of pages in the tokens' place."""
+    return list(tokens)
+
+
+if hasattr(cache_controller, "get_storage_hash_str"):  # from SGLang 0.5.20 on
+    cache_controller.get_storage_hash_str = _as_named
 DYNAMIC = {
     "backend_name": "pdstore",
     "module_path": "pdstore.adapters.sglang",
@@ -111,8 +120,10 @@ class Server:
         vars(self._controller).update(
             page_size=PAGE,
             has_draft=False,
+            host_memory_mode="cache",
+            prefetch_sync_queue=queue.Queue(),
             storage_backend=self.backend,
-            get_hash_str=lambda tokens, last, page_size: list(tokens),
+            get_hash_str=_as_named,
             page_get_func=self._controller._page_get_zero_copy,
             page_set_func=self._controller._page_set_zero_copy,
         )
@@ -134,8 +145,8 @@ class Server:
     def transfer(self, operation, pages: Sequence[int]) -> int:
         """Loads the pages that were found as SGLang's I/O thread does; returns how many came."""
         operation.host_indices = indices_of(pages)
-        self._controller._page_transfer(operation)
-        return operation.completed_tokens // PAGE
+        num_pages = self._controller._page_transfer(operation)  # from SGLang 0.5.19 on
+        return operation.completed_tokens // PAGE if num_pages is None else num_pages
 
     def start(self) -> None:
         """Starts SGLang's own thread that asks for pages, one request after the other."""
@@ -143,6 +154,7 @@ class Server:
             storage_stop_event=self._stop,
             prefetch_threshold=PAGE,
             prefetch_sync_groups=[],
+            prefetch_hits_sync_groups=[],
             prefetch_queue=queue.Queue(),
             prefetch_hit_queue=queue.Queue(),
             prefetch_revoke_queue=queue.Queue(),
@@ -173,8 +185,15 @@ class Server:
         return operation.request_id, len(operation.hash_value)
 
     def hit(self):
-        """Waits for the next request of which pages are stored; returns SGLang's operation."""
-        return self._controller.prefetch_hit_queue.get(timeout=60)
+        """Waits for the next request of which pages are stored; returns SGLang's operation.
+
+        From SGLang 0.5.18 on its scheduler, and no thread before it, drops those without a page.
+        """
+        while True:
+            operation = self._controller.prefetch_hit_queue.get(timeout=60)
+            if operation.storage_hit_count >= PAGE:
+                return operation
+            self._controller.prefetch_revoke_queue.put(operation.request_id)
 
     def revoked(self) -> str:
         """Waits for the next request that SGLang computes, and returns it."""
@@ -187,8 +206,10 @@ class Server:
     def close(self) -> None:
         self._stop.set()
         if self._asking is not None:
-            for waiting in (self._controller.prefetch_queue, self._controller.prefetch_buffer):
-                waiting.put(None)
+            self._controller.prefetch_queue.put(None)
             self._asking.join(60)
-            self._controller.prefetch_io_aux_thread.join(60)
+        loading = getattr(self._controller, "prefetch_io_aux_thread", None)
+        if loading is not None:  # up to SGLang 0.5.18 the thread that asks has started it
+            self._controller.prefetch_buffer.put(None)
+            loading.join(60)
         self.backend.close()

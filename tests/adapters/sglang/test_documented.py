@@ -24,14 +24,17 @@ registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode())
 """
+ARGUMENTS = re.compile(r"sglang/srt/(server_args|arg_groups/fields/\w+)\.py")
 PAGE = (ROOT / "docs" / "sglang.md").read_text()
 
 
 def foreign_flags(command: str) -> list[str]:
     """The flags of a command that SGLang's own arguments do not know."""
     with zipfile.ZipFile(wheel.WHEEL) as opened:
-        arguments = opened.read("sglang/srt/server_args.py").decode()
-        assert {"sglang/cli/serve.py", "sglang/launch_server.py"} <= set(opened.namelist())
+        names = opened.namelist()
+        places = [name for name in names if ARGUMENTS.fullmatch(name)]
+        arguments = "".join(opened.read(name).decode() for name in places)
+    assert {"sglang/cli/serve.py", "sglang/launch_server.py"} <= set(names)
     flags = re.findall(r"--([a-z-]+)", command)
     assert len(flags) > 7
     return [f for f in flags if f"\n    {f.replace('-', '_')}: A[" not in arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -12,7 +13,7 @@ from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
 
 # isort: split
-from pdstore.adapters.sglang.pages import server_arguments
+from pdstore.adapters.sglang.pages import ServerArguments, server_arguments
 
 RESOLVING = "sglang.srt.arg_groups.overrides"
 
@@ -23,7 +24,6 @@ def resolves(monkeypatch):
 
     `resolves({"enable_lora": True}, lora_paths=[...])`: what was decided, and what was typed.
     """
-    module = types.ModuleType(RESOLVING)
 
     def resolution_result(args, field, default=None):
         for _, declared in reversed(vars(args)["_resolved_overrides"]):
@@ -31,8 +31,9 @@ def resolves(monkeypatch):
                 return declared[field]
         return getattr(args, field, default)
 
-    module.resolution_result = resolution_result
-    monkeypatch.setitem(sys.modules, RESOLVING, module)
+    module = importlib.import_module(RESOLVING)
+    if not hasattr(module, "resolution_result"):  # else it is SGLang's own
+        monkeypatch.setattr(module, "resolution_result", resolution_result, raising=False)
 
     def resolves(decided: dict[str, object], **typed: object) -> dict[str, object]:
         return {**typed, "_raw_input": typed, "_resolved_overrides": [("a hook", decided)]}
@@ -79,7 +80,8 @@ def test_quantization_that_sglang_found_out_is_another_namespace(serve, resolves
     assert other.backend.batch_exists(hashes) == 0
 
 
-def test_a_server_whose_resolved_arguments_cannot_be_read_is_refused(serve, resolves, monkeypatch):
+def test_a_server_whose_resolved_arguments_cannot_be_read_is_refused(resolves, monkeypatch):
+    arguments = types.SimpleNamespace(**resolves({}))
     monkeypatch.setitem(sys.modules, RESOLVING, None)
     with pytest.raises(ConfigError, match="how this SGLang resolved its arguments"):
-        serve(wheel.mha_pool(), arguments=resolves({}))
+        ServerArguments(arguments)
