@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -51,3 +52,48 @@ def test_all_that_is_tested_holds_with_this_release(wheel):
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " skipped" not in done.stdout, done.stdout[-2000:]
+
+
+def test_arguments_are_read_as_this_release_resolved_them(wheel, tmp_path):
+    adapter = tmp_path / "adapter"
+    given = {
+        "--load-format": "dummy",
+        "--revision": "a-commit",
+        "--context-length": "128",
+        "--json-model-override-args": '{"rope_theta": 5}',
+        "--hicache-storage-prefetch-policy": "wait_complete",
+    }
+    lora = ["--lora-paths", f"name={adapter}"]
+    options = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"]
+    lines = [[], [each for pair in given.items() for each in pair], lora, options, lora]
+    plain, full, by_paths, by_option, again = told_by(wheel, tmp_path, lines)
+    for told in (plain, full, by_paths, by_option):
+        assert told["pdstores"] == told["sglangs"]
+    assert plain["refusal"] is full["refusal"] is None
+    read = full["pdstores"]
+    assert [read[name[2:].replace("-", "_")] for name in given] == [
+        int(value) if value.isdigit() else value for value in given.values()
+    ]
+    for told in (by_paths, by_option):
+        assert told["pdstores"]["enable_lora"] is True
+        assert "does not support LoRA" in told["refusal"]
+    # SGLang names an adapter by its path, not by its files: that is why it is refused
+    assert by_paths["adapters"] == again["adapters"]
+    assert len(again["adapters"]) == 1
+
+
+def told_by(wheel: Path, directory: Path, lines: list[list[str]]) -> list[dict]:
+    """Returns what `tests.support.sglang_arguments` says of each command line."""
+    model = directory / "model"
+    model.mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
+    rest = {"vocab_size": 512, "max_position_embeddings": 2048, "torch_dtype": "float16"}
+    (model / "config.json").write_text(json.dumps({**names, **sizes, **heads, **rest}))
+    program = [sys.executable, "-m", "tests.support.sglang_arguments", str(wheel), str(model)]
+    done = subprocess.run(
+        [*program, json.dumps(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
