@@ -43,6 +43,14 @@ _NOTHING = (
     " prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the router, which"
     " has to {}"
 )
+_RELAY = "relay the kv_transfer_params of its answer, as has each gateway on their way"
+_NO_HANDOFFS = (
+    "requests come here without kv_transfer_params, although PDSTORE_ROLE is decode: what the pool"
+    " has of their prompts is loaded, but this instance does not wait for what the prefill instance"
+    " still saves. Look at what lies between the router and this instance (a gateway that rebuilds"
+    " bodies): it has to relay this field"
+)
+_HOUR_S = 3600.0
 _GONE = "P published a hand-off of which {} has not all any more: its blocks "
 _EVICTED = (
     f"{_GONE}were evicted or removed since. Look at the pool's size and at its eviction policy"
@@ -176,7 +184,7 @@ class Mismatches:
         namespace: Namespace,
         store: Store,
         *,
-        router_duty: str,
+        router_duty: str | None,
         weights_of: Callable[[Settings], str] | None,
     ) -> None:
         self.pool = PoolIdentity(store)
@@ -189,6 +197,8 @@ class Mismatches:
         self._label = store.label
         self._router_duty = router_duty
         self._log = MismatchLog()
+        self._no_handoffs = MismatchLog(silence_s=_HOUR_S)
+        self._hour_with_handoffs = Deadline(0.0)  # an hour from the last one on
         self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
         self._reader: Ticker | None = None
         self._pool_thread = Ticker("pdstore-pool-id", self._look)
@@ -255,14 +265,27 @@ class Mismatches:
         return True
 
     def check_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
-        """Warns if blocks that P published are gone, or if D has no hand-off and finds nothing."""
+        """Warns if blocks that P published are gone, or if D has no hand-off and finds nothing.
+
+        Warns as well of blocks that D finds without a hand-off, if none has come for an hour: some
+        requests may have none, but those of a router to a D have.
+        """
+        if handoff is not None:
+            self._hour_with_handoffs = Deadline(_HOUR_S)
+        elif found.num_tokens and self._is_owed_handoffs():
+            self._no_handoffs.warn(_NO_HANDOFFS)
         if found.reason is not Reason.ABSENT:
             return
         if handoff is not None and handoff.num_tokens is not None and handoff.is_of(keys):
             self._has_unexplained = True
             self._pool_thread.wake()  # the store is asked on that thread
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
-            self._log.warn(_NOTHING.format(self._router_duty))
+            self._log.warn(_NOTHING.format(self._router_duty or _RELAY))
+
+    def _is_owed_handoffs(self) -> bool:
+        """Returns whether requests should have hand-offs, and none has had one for an hour."""
+        is_decode = self._settings.role == "decode" and self._router_duty is None
+        return is_decode and self._hour_with_handoffs.is_over()
 
     def _look(self) -> float:
         if self._has_unexplained:

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
 CLAIM_S = 1.0  # what is saved for longer is saved once more, as if that save had failed
-_RELAY = "relay the kv_transfer_params of its answer"
 
 
 class PrefixCacheManager:
@@ -39,7 +38,8 @@ class PrefixCacheManager:
 
     store: a store, which the caller has to close; None to open PDSTORE_STORE.
     longest_prompt: the maximum number of tokens of a prompt in the engine; None if not known.
-    router_duty: what the router has to do for a hand-off; D logs it when it finds nothing.
+    router_duty: what a router has to do where requests have no `kv_transfer_params`; D logs it when
+      it finds nothing. None where they have them: the router has to relay those of P's answer.
     lookup_wait_s: how long a lookup without a hand-off waits for the store.
     weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
@@ -53,7 +53,7 @@ class PrefixCacheManager:
         metrics: Metrics | None = None,
         store: Store | None = None,
         longest_prompt: int | None = None,
-        router_duty: str = _RELAY,
+        router_duty: str | None = None,
         weights_of: Callable[[Settings], str] | None = None,
         lookup_wait_s: float = LOOKUP_WAIT_S,
     ) -> None:

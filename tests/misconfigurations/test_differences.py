@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pdstore import LayerSpec
+from pdstore import LayerSpec, PrefixCacheManager
 from pdstore.errors import Reason
 from tests.support.kv import LAYERS, eventually
 
@@ -52,6 +52,31 @@ def test_without_the_relayed_parameters_d_says_where_to_look(instance, caplog, f
     found = d.cache.lookup(d.cache.keys(PROMPT)).wait(AT_ONCE_S)
     assert (found.num_tokens, found.reason) == (0, Reason.ABSENT)
     eventually(lambda: "relay the kv_transfer_params of its answer" in caplog.text)
+
+
+def test_a_gateway_that_strips_the_hand_off_is_told_once_by_a_d_that_finds_the_kv(instance, caplog):
+    p, d = instance(), instance(role="decode")
+    handed_over(p)
+    for _ in range(3):
+        assert d.cache.lookup(d.cache.keys(PROMPT)).wait(AT_ONCE_S).num_tokens == 100
+    eventually(lambda: "requests come here without kv_transfer_params" in caplog.text)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "what lies between the router and this instance" in line
+
+
+@pytest.mark.parametrize("kind", ["role both", "SGLang", "some with hand-offs"])
+def test_a_request_that_needs_no_hand_off_is_not_told(instance, closed_after, caplog, kind):
+    p, d = instance(), instance(role="both" if kind == "role both" else "decode")
+    params, cache = handed_over(p), d.cache
+    if kind == "SGLang":  # its requests have no such field
+        more = {"store": d.store, "router_duty": "ask P first"}
+        cache = closed_after(PrefixCacheManager(d.settings, d.namespace, **more))
+    elif kind != "role both":
+        assert cache.lookup(cache.keys(PROMPT), params).wait(AT_ONCE_S).num_tokens == 100
+    ended = cache.lookup(cache.keys(PROMPT))
+    assert ended.wait(AT_ONCE_S).num_tokens == 100
+    cache.close()  # after it, nothing more is said
+    assert "without kv_transfer_params" not in caplog.text
 
 
 def test_a_dtype_that_differs_is_named(instance, caplog):
