@@ -42,6 +42,7 @@ class Peer(BaseModel):
     lease_s: seconds that the store keeps a matched value; 0 if not known yet.
     problem: what the instance says is wrong with its pool now; None if it says nothing.
     url: the URL at which the instance was asked.
+    format: the number of the format of its values; empty if only fields tell it.
     """
 
     digest: str = Field(validation_alias=AliasPath("namespace", "hex"))
@@ -51,6 +52,7 @@ class Peer(BaseModel):
     lease_s: float = Field(0.0, validation_alias=AliasPath("pool", "lease_s"))
     problem: str | None = None
     url: str = ""
+    format: str = ""
 
 
 def _metrics_of(url: str, timeout_s: float) -> Peer | None:
@@ -72,6 +74,7 @@ def _metrics_of(url: str, timeout_s: float) -> Peer | None:
             "pool": {"id": labels.get("pool") or None},
             "store": labels.get("store", ""),
             "url": url,
+            "format": labels.get("format", ""),
         }
     )
 
@@ -161,6 +164,11 @@ def _compare_digests(first: Peer, other: Peer) -> Finding:
     """Returns whether two namespaces are equal where one instance shows no fields."""
     if first.digest == other.digest:
         return ok("namespace", f"{first.url} and {other.url} have the same namespace")
+    if first.format and other.format and first.format != other.format:
+        said = f"{first.format} at {first.url}, {other.format} at {other.url}"
+        return bad(
+            "namespace: format", said, f"{_VERSIONS}: until then neither finds the other's KV"
+        )
     return bad(
         "namespace",
         f"{first.digest[:12]} at {first.url}, {other.digest[:12]} at {other.url}: neither finds"

@@ -120,11 +120,11 @@ def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, sta
 
 
 @contextlib.contextmanager
-def api_of(namespace="00", store="redis://r:6379", pools=("aa" * 16,)):
+def api_of(namespace="00", store="redis://r:6379", pools=("aa" * 16,), fmt=1):
     """Serves the metrics of an instance as its API does; its pool has had these ids in turn."""
     metrics, known = Metrics(), iter(pools)
     current = [None]
-    metrics.set_info(1, "prefill", namespace, store, lambda: current[0])
+    metrics.set_info(fmt, "prefill", namespace, store, lambda: current[0])
     for pool in known:
         current[0] = bytes.fromhex(pool)
         metrics.refresh()
@@ -147,6 +147,13 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest():
     assert wrong.subject == "namespace"
     assert "D's log names the field" in wrong.remedy
     assert "ssh -N -L 8301:127.0.0.1:ITS_PORT HOST" in wrong.remedy  # the page is of one host
+
+
+def test_two_formats_of_apis_are_two_versions_of_pdstore():
+    with api_of("00") as p, api_of("bb", fmt=2) as d:
+        [wrong] = found_wrong(check_peers([p, d]))
+    assert (wrong.subject, wrong.said) == ("namespace: format", f"1 at {p}, 2 at {d}")
+    assert wrong.remedy.startswith("install the same version of pdstore for both")
 
 
 @pytest.mark.parametrize(
