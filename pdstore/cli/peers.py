@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from functools import partial
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -26,6 +27,17 @@ _FIELDS = (
     " only its own host can read: ssh -N -L 8301:127.0.0.1:ITS_PORT HOST, and name"
     " http://127.0.0.1:8301"
 )
+_NO_PDSTORE = (
+    "start the instance with PD_TRANSFER_VIA_STORAGE=1 (in vLLM, also see that VLLM_PLUGINS is"
+    " unset or names pdstore), and name the URL of its API; where that shows no metrics, set"
+    " PDSTORE_STATUS_PORT and name this port"
+)
+_ONE_ROLE = (
+    "give P and D each an address of its own (in Kubernetes, each a Service whose selector has a"
+    " label that only its pods have)"
+)
+_TRIES = 4  # with two instances behind a URL, one is missed in 1 of 16 runs
+_OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
 _MOST_SAID = 400  # characters
@@ -39,6 +51,7 @@ class Peer(BaseModel):
     fields: the namespace as `Namespace.described`; empty if only metrics tell the namespace.
     pool: the id of the instance's pool; None if it does not tell the id or does not know it yet.
     store: the URL of the instance's store, without secrets; empty if it does not tell.
+    role: the instance's role; empty if it does not tell.
     lease_s: seconds that the store keeps a matched value; 0 if not known yet.
     problem: what the instance says is wrong with its pool now; None if it says nothing.
     url: the URL at which the instance was asked.
@@ -49,6 +62,7 @@ class Peer(BaseModel):
     fields: dict[str, str] = Field(validation_alias=AliasPath("namespace", "fields"))
     pool: str | None = Field(None, validation_alias=AliasPath("pool", "id"))
     store: str = ""
+    role: str = ""
     lease_s: float = Field(0.0, validation_alias=AliasPath("pool", "lease_s"))
     problem: str | None = None
     url: str = ""
@@ -73,6 +87,7 @@ def _metrics_of(url: str, timeout_s: float) -> Peer | None:
             "namespace": {"hex": labels["namespace"], "fields": {}},
             "pool": {"id": labels.get("pool") or None},
             "store": labels.get("store", ""),
+            "role": labels.get("role", ""),
             "url": url,
             "format": labels.get("format", ""),
         }
@@ -101,12 +116,28 @@ def _silence(url: str, error: Exception) -> Finding:
     is_away = isinstance(error, ConnectionError | TimeoutError | urllib.error.URLError)
     if is_away and not isinstance(error, urllib.error.HTTPError):
         why = getattr(error, "reason", error)  # an URLError's own text is `<urlopen error ...>`
-        remedy = "start it (PDSTORE_STATUS_PORT opens such a port), or name the URL of its API"
-        return bad(f"peer {url}", f"no answer: {getattr(why, 'strerror', None) or why}", remedy)
-    return warn(
-        f"peer {url}",
-        f"neither {_PATH} nor /metrics there tells of pdstore: {error}",
-        "start the instance with PD_TRANSFER_VIA_STORAGE=1, and name the URL of its API",
+        said = str(getattr(why, "strerror", None) or why)
+        return bad(f"peer {url}", f"no answer: {said}", _way_to(url, said))
+    return bad(
+        f"peer {url}", f"neither {_PATH} nor /metrics there tells of pdstore: {error}", _NO_PDSTORE
+    )
+
+
+def _way_to(url: str, said: str) -> str:
+    """Returns what to do where the way to an instance fails, by the words of the error."""
+    scheme, _, place = url.partition("://")
+    if "WRONG_VERSION_NUMBER" in said:
+        return f"it speaks http: write http://{place}"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return "name the authority of its certificate: SSL_CERT_FILE=/path/ca.pem"
+    if scheme == "http" and "closed connection" in said:  # http.client's words
+        return f"if it speaks TLS, write https://{place}"
+    if (urlsplit(url).hostname or "") in _OWN_NAMES:
+        return "start it (PDSTORE_STATUS_PORT opens such a port), or name the URL of its API"
+    return (
+        "start it, check that it listens on this address (--host 0.0.0.0) and that no firewall is"
+        " between; a status page (PDSTORE_STATUS_PORT) listens on 127.0.0.1 alone: name the URL of"
+        " its API"
     )
 
 
@@ -117,15 +148,15 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
     metric `pdstore_info` is read, which has the pool's id, the store's URL without secrets and the
     namespace's digest, but not the namespace's fields.
 
-    timeout_s: how long one answer may take, from the connection to its last byte. An instance is
-      asked for at most two.
+    timeout_s: how long one answer may take, from the connection to its last byte. An instance that
+      does not answer is asked for at most two; one that answers, several times more.
     """
     peers = []
     for url in urls:
-        found = _status_of(url, timeout_s)
-        found = found if isinstance(found, Peer) else _metrics_of(url, timeout_s) or found
+        found = _ask(url, timeout_s)
         if isinstance(found, Peer):
             peers.append(found)
+            yield from _ask_again(found, timeout_s)
         else:
             yield found
     for peer in peers:
@@ -138,6 +169,26 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
 
 
 _VERSIONS = "install the same version of pdstore for both"
+
+
+def _ask(url: str, timeout_s: float) -> Peer | Finding:
+    found = _status_of(url, timeout_s)
+    return found if isinstance(found, Peer) else _metrics_of(url, timeout_s) or found
+
+
+def _ask_again(peer: Peer, timeout_s: float) -> Iterator[Finding]:
+    """Yields a finding if new connections to an instance's URL lead to an instance of another role.
+
+    A URL that leads to instances by chance may seem to lead to one, but seldom.
+    """
+    for _ in range(_TRIES):
+        again = _ask(peer.url, timeout_s)
+        if isinstance(again, Finding):
+            return
+        if peer.role and again.role and again.role != peer.role:
+            said = f"it leads to an instance of role {peer.role}, and then to one of role"
+            yield bad(f"peer {peer.url}", f"{said} {again.role}", _ONE_ROLE)
+            return
 
 
 def _compare(first: Peer, other: Peer) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socketserver
 import threading
@@ -21,11 +22,11 @@ FIELDS = {"dtype": '"bfloat16"', "block_tokens": "64", "salt": "null"}
 
 @contextlib.contextmanager
 def instance(status):
-    """Serves a status as an instance does, or anything else."""
+    """Serves a status as an instance does, or anything else; or what a function returns."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = json.dumps(status).encode()
+            body = json.dumps(status() if callable(status) else status).encode()
             self.send_response(200 if self.path == "/pdstore" else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -113,10 +114,20 @@ def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compar
 
 
 @pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
-def test_an_instance_without_a_status_is_yellow_and_says_what_to_do(compare, status):
+def test_an_instance_without_a_status_is_red_and_says_what_to_do(compare, status):
     [finding] = compare(status)
-    assert finding.level is Level.WARN
-    assert finding.remedy
+    assert finding.level is Level.BAD
+    assert "PD_TRANSFER_VIA_STORAGE=1" in finding.remedy
+    assert "VLLM_PLUGINS is unset or names pdstore" in finding.remedy
+
+
+def test_an_address_that_leads_to_p_and_to_d_is_red(compare):
+    """The selector of a Service may have a label of both."""
+    status = status_of() | {"role": "prefill"}
+    turns = itertools.cycle(["prefill", "prefill", "decode"])
+    [wrong] = found_wrong(compare(lambda: status | {"role": next(turns)}, status))
+    assert wrong.said.endswith("of role prefill, and then to one of role decode")
+    assert "a Service whose selector" in wrong.remedy
 
 
 @contextlib.contextmanager
@@ -226,6 +237,35 @@ def test_nobody_there_is_red_in_plain_words():
     [finding] = check_peers(["http://127.0.0.1:9"])
     assert finding.level is Level.BAD
     assert finding.said == "no answer: Connection refused"
+    assert finding.remedy.startswith("start it (PDSTORE_STATUS_PORT opens such a port)")
+
+
+def test_nobody_at_an_address_of_another_host_may_listen_on_its_own_alone():
+    [finding] = check_peers(["http://127.0.0.2:9"])
+    assert finding.said == "no answer: Connection refused"
+    assert "check that it listens on this address (--host 0.0.0.0)" in finding.remedy
+
+
+def test_https_to_an_instance_that_speaks_http_says_what_to_write():
+    with instance(status_of()) as url:
+        [finding] = check_peers([url.replace("http:", "https:")])
+    assert finding.level is Level.BAD
+    assert finding.remedy == f"it speaks http: write {url}"
+
+
+def test_http_to_a_server_that_ends_the_connection_may_have_to_be_https():
+    class Ending(socketserver.BaseRequestHandler):  # as uvicorn with TLS does
+        def handle(self):
+            self.request.recv(1000)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Ending) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        place = f"127.0.0.1:{server.server_address[1]}"
+        [finding] = check_peers([f"http://{place}"])
+        server.shutdown()
+        thread.join()
+    assert finding.remedy == f"if it speaks TLS, write https://{place}"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "localhost", "ftp://127.0.0.1:1"])
