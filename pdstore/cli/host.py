@@ -140,9 +140,12 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
 def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     """Yields a finding: whether blocks are copied by the native library or by torch."""
     what = f"{num_gpus} GPUs" if num_gpus else "no GPU"
+    remedy = "to let doctor build it, install cmake and a C++ compiler, and make ~/.cache writable"
     try:
         library = load_library(settings, for_gpu=num_gpus > 0)
-        why = "PDSTORE_NATIVE=off" if settings.native == "off" else "none found"
+        why = "none found"
+        if settings.native == "off":
+            why, remedy = "PDSTORE_NATIVE=off", "unset PDSTORE_NATIVE"
     except NativeError as error:
         library, why = None, str(error)
     if library is not None:
@@ -151,7 +154,7 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
         yield warn(
             "native library",
             f"{why}: torch copies blocks, which is slower ({what})",
-            "to let doctor build it, install cmake and a C++ compiler, and make ~/.cache writable",
+            remedy,
         )
 
 

@@ -9,7 +9,13 @@ import pytest
 
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import doctor
-from pdstore.cli.host import check_limits, check_memory, check_pages, check_settings
+from pdstore.cli.host import (
+    check_limits,
+    check_memory,
+    check_native,
+    check_pages,
+    check_settings,
+)
 from pdstore.settings import read_settings
 
 ON = {"pd_transfer_via_storage": True}
@@ -57,6 +63,11 @@ def test_plugins_of_vllm_that_leave_pdstore_out_are_yellow(monkeypatch, names, w
     assert [f.level for f in found] == ([Level.WARN] if wanted else [])
     assert [f"VLLM_PLUGINS={wanted}," in f.remedy for f in found] == [True] * len(found)
     assert not [f for f in check_settings(read_settings(), 16) if f.subject == "plugins"]
+
+
+def test_a_library_that_is_switched_off_is_not_to_be_built():
+    [finding] = check_native(read_settings(**ON, native="off"), 0)
+    assert (finding.level, finding.remedy) == (Level.WARN, "unset PDSTORE_NATIVE")
 
 
 def test_a_block_that_is_no_multiple_of_the_engines_is_red():
