@@ -46,6 +46,8 @@ _REMEDIES = {
     errno.EDQUOT: "free some of this user's quota",
     errno.EMFILE: "raise ulimit -n to 65536",
 }
+_OF_THIS_PLACE = (errno.EROFS, *FULL, errno.EMFILE)
+"""Errnos for which another directory is no remedy."""
 UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EACCES", "EPERM", "ESTALE", "EUCLEAN", "EBADMSG", "EREMOTEIO", "ENODATA")
@@ -70,14 +72,22 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
 
 
 @contextlib.contextmanager
-def named_error(label: str, what: str, num_done: int = 0) -> Iterator[None]:
-    """Turns an OSError of the statements inside into the StoreError for its errno."""
+def named_error(
+    label: str, what: str, num_done: int = 0, *, other_place: str = ""
+) -> Iterator[None]:
+    """Turns an OSError of the statements inside into the StoreError for its errno.
+
+    what: what failed.
+    other_place: said for `what`, unless another directory than this one is no remedy.
+    """
     try:
         yield
     except PDStoreError:  # some PDStoreErrors are OSErrors as well
         raise
     except OSError as error:
-        raise error_of(label, error.errno or 0, what, num_done) from error
+        why = error.errno or 0
+        said = what if not other_place or why in _OF_THIS_PLACE else other_place
+        raise error_of(label, why, said, num_done) from error
 
 
 class Ended(NamedTuple):

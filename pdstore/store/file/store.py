@@ -43,6 +43,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
+_WRITABLE = "name a directory that this user may write to"
 _MANY = 64  # a match of so many keys or more is made by the native library
 _MOST_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
@@ -88,7 +89,7 @@ class FileStore(Store):
         self._lease_s = lease_s
         self._built = built
         self._quiet = Deadline(0.0)
-        with named_error(self.label, "name a directory that this user may write to"):
+        with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
             self._bell = Bell(root, self._directory.clock.now_ns)
             self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
