@@ -22,6 +22,10 @@ def _option(default: Any, help: str, **more: Any) -> Any:  # noqa: ANN401 - any 
     return field(default=default, metadata={"help": help, "default": default, **more})
 
 
+_OF_PAGE = ("127.0.0.1", "localhost", "0.0.0.0", "::")  # noqa: S104
+"""Addresses that an API and the status page, which is on 127.0.0.1, cannot both have."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The options of one engine process. `settings` are pdstore's: the switch, role and store."""
@@ -50,6 +54,12 @@ class Config:
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no checkpoint there (no config.json)")
+        is_used = self.settings.pd_transfer_via_storage and self.port
+        if is_used and self.host in _OF_PAGE and self.port == self.settings.status_port:
+            raise ConfigError(
+                f"PDSTORE_STATUS_PORT={self.port} and --port {self.port} are one port: the status"
+                " page needs a port of its own"
+            )
 
     @property
     def name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import signal
@@ -288,9 +289,21 @@ def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():
     assert said == "mini_engine: --model nowhere: no checkpoint there (no config.json)\n"
 
 
-def started(*options):
+def test_one_port_for_the_api_and_the_status_page_is_refused_with_both_names(checkpoint):
+    port = free_port()
+    on = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STATUS_PORT": str(port)}
+    with started("--model", checkpoint, "--port", port, "--store", "memory://", **on) as process:
+        said = process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 2
+    assert said.startswith(
+        f"mini_engine: PDSTORE_STATUS_PORT={port} and --port {port} are one port"
+    )
+
+
+def started(*options, **environment):
     command = [sys.executable, "-m", "examples.mini_engine", *map(str, options)]
-    return child(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    env = os.environ | environment
+    return child(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def is_healthy(url, process):
