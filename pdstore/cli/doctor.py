@@ -208,6 +208,12 @@ _EVICTS_ID = (
 )
 
 
+_LET_EVICT = (
+    "to evict the least recently used blocks instead, set maxmemory-policy volatile-lru: then no"
+    " lease keeps what D has found and not yet loaded, and what is evicted meanwhile is computed"
+)
+
+
 def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
     """Yields findings about a store's room for prompts, and about its eviction.
 
@@ -228,6 +234,9 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
         if policy.startswith(("allkeys-", "volatile-")) and policy != "volatile-lru":
             why = _EVICTS_ID if policy == "allkeys-lru" else _EVICTS
             yield warn("eviction", f"{policy} {why}", "set maxmemory-policy volatile-lru")
+    if room.capacity_bytes and "noeviction" in room.policy.split(", "):
+        said = "noeviction: once the server is full, saves are refused until blocks expire"
+        yield info("when full", said, _LET_EVICT)
     if room.num_evicted and room.capacity_bytes:
         yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:

@@ -53,6 +53,15 @@ def test_a_pool_must_hold_a_prompt(capacity, kv_bytes, level):
     assert bool(room.remedy) is (level is not Level.OK)
 
 
+def test_a_server_that_refuses_when_full_is_told_with_the_policy_that_evicts():
+    shown = found(Room("redis 7", 100, GIB, 0, "noeviction"))["when full"]
+    assert shown.level is Level.INFO
+    assert "saves are refused" in shown.said
+    assert "set maxmemory-policy volatile-lru" in shown.remedy
+    for capacity, policy in ((GIB, "volatile-lru"), (None, "noeviction")):
+        assert "when full" not in found(Room("redis 7", 100, capacity, 0, policy))
+
+
 @pytest.mark.parametrize(
     ("policy", "is_right"),
     [

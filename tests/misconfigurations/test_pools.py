@@ -102,6 +102,8 @@ def test_a_redis_without_room_is_told_with_maxmemory(over, caplog, redis_server,
     result, _ = saved(one, MANY)
     assert result.reason in (Reason.STORE_FULL, Reason.LOST)
     assert_said(caplog, "a save fell short", "the pool's size")
+    if policy == "noeviction":
+        assert_said(caplog, "a save fell short", "set it to volatile-lru")
 
 
 def test_a_budget_below_a_prompt_is_told(over, caplog, tmp_path):

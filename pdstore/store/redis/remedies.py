@@ -54,6 +54,11 @@ _REMEDIES = {
         'wait until the server has read its file; a pool needs none: set `save ""` and'
         " `appendonly no`"
     ),
+    "used memory > 'maxmemory'": (
+        "raise the pool's size (maxmemory of the server); and if its maxmemory-policy is"
+        " noeviction, which refuses what is saved when it is full, set it to volatile-lru, which"
+        " evicts the least recently used blocks"
+    ),
     "Not enough good replicas": (
         "start its replicas, or set min-replicas-to-write 0: a pool may lose what was written last"
     ),
