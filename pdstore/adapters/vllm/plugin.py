@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.metadata
 import logging
@@ -26,6 +27,7 @@ NAME = "PDStoreConnector"
 MODULE = "pdstore.adapters.vllm"
 VERSIONS = ((0, 26), (0, 33))
 _MULTI = "MultiConnector"
+_NEAR = 0.9  # AscendStoreConnector, which is another product's, has 0.83
 _INHERITED = ("kv_load_failure_policy", "kv_role")
 _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -124,6 +126,7 @@ def _check(transfer: Any, offloading_gib: float | None) -> None:
 
     Raises ConfigError.
     """
+    _refuse_misspelt(transfer.kv_connector, transfer.kv_connector_module_path)
     entries = list(_entries(transfer.kv_connector_extra_config))
     is_alone = transfer.kv_connector == NAME
     if not is_alone and not (transfer.kv_connector == _MULTI and entries):
@@ -144,12 +147,29 @@ def _check(transfer: Any, offloading_gib: float | None) -> None:
 
 
 def _entries(extra_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields pdstore's entries in the extra config of a MultiConnector, which may be nested."""
+    """Yields pdstore's entries in the extra config of a MultiConnector, which may be nested.
+
+    Raises ConfigError for a misspelt one.
+    """
     for entry in extra_config.get("connectors") or ():
+        _refuse_misspelt(entry.get("kv_connector"), entry.get("kv_connector_module_path"))
         if entry.get("kv_connector") == NAME:
             yield entry
         elif entry.get("kv_connector") == _MULTI:
             yield from _entries(entry.get("kv_connector_extra_config") or {})
+
+
+def _refuse_misspelt(name: str | None, module_path: str | None) -> None:
+    """Raises ConfigError for a connector that vLLM does not know, and that is nearly pdstore's."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if not name or module_path or name in KVConnectorFactory._registry:
+        return
+    is_near = difflib.get_close_matches(name.lower(), [NAME.lower()], cutoff=_NEAR)
+    if is_near or name.lower().startswith(NAME[:7].lower()):  # pdstore
+        raise ConfigError(
+            f"--kv-transfer-config: there is no connector {name}: did you mean {NAME}?"
+        )
 
 
 def _inherit(entry: dict[str, Any], outer: Any) -> None:

@@ -231,6 +231,24 @@ def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configu
     assert "PDSTORE_STOER" in said
 
 
+MISSPELT = ["PDstoreConnector", "PDStoreConector", "PDStorageConnector", "pdstore"]
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+@pytest.mark.parametrize("config", [ours, multi, nested])
+def test_a_misspelt_connector_is_refused_with_its_right_name(configured, config, name):
+    given = ours(kv_connector=name) if config is ours else config({"kv_connector": name})
+    with pytest.raises(ConfigError, match=f"no connector {name}: did you mean PDStoreConnector"):
+        configured(given)
+
+
+@pytest.mark.parametrize("name", ["AscendStoreConnector", "PDstoreConnector"])
+def test_another_products_connector_is_not_taken_for_a_misspelt_one(configured, name):
+    path = "theirs" if name in MISSPELT else None
+    given = ours(kv_connector=name, kv_connector_module_path=path)
+    assert configured(given) is given
+
+
 @pytest.mark.parametrize("config", [ours, multi, nested])
 def test_a_policy_that_contradicts_on_miss_is_refused_before_a_model_is_loaded(
     monkeypatch, configured, config
