@@ -21,6 +21,7 @@ from pdstore.cli.host import (
     check_native,
     check_pages,
     check_settings,
+    check_traces,
 )
 from pdstore.cli.listing import missing_pool
 from pdstore.cli.peers import check_peers
@@ -303,6 +304,7 @@ def doctor(
             *check_memory(settings, available_memory()),
             *check_limits(settings, num_gpus),
             *check_native(settings, num_gpus),
+            *check_traces(settings),
             *check_store(settings, shape, num_gpus),
             *check_peers(peers),
         ]

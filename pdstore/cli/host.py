@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from pdstore.async_runner import AsyncRunner
 from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.environment import plugins_of_vllm
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, doubts_of
 from pdstore.status.server import settings_of
-from pdstore.store.url import StoreURL
+from pdstore.store.url import StoreURL, without_secret
+from pdstore.telemetry.spans import REMEDY, why_not_received
 
 _OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
 _FEW_FILES = 1024
@@ -156,6 +159,24 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
             f"{why}: torch copies blocks, which is slower ({what})",
             remedy,
         )
+
+
+def check_traces(settings: Settings, timeout_s: float = 2.0) -> Iterator[Finding]:
+    """Yields a finding if PDSTORE_TRACES is set: whether an OTLP receiver answers there."""
+    if settings.traces is None:
+        return
+    asker: AsyncRunner[str | None] = AsyncRunner("pdstore-traces")
+    asker.launch(partial(why_not_received, settings.traces, timeout_s))
+    asker.close(0.0)  # the thread ends after this request
+    try:
+        why = asker.sync(timeout_s)
+    except TimeoutError:
+        why = f"no answer came within {timeout_s:g} s"
+    shown = f"PDSTORE_TRACES={without_secret(settings.traces)}"
+    if why is None:
+        yield ok("traces", f"{shown}: a receiver answers")
+    else:
+        yield warn("traces", f"{shown}: spans will be lost: {why}", REMEDY)
 
 
 def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> Iterator[Finding]:

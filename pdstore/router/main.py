@@ -63,7 +63,7 @@ def _serve(given: argparse.Namespace) -> None:
             header_timeout_s=given.header_timeout,
         ),
     )
-    provider = open_provider(given.traces, "pdstore-router") if given.traces else None
+    provider = open_provider(given.traces, "pdstore-router", "--traces") if given.traces else None
     uvicorn.run(
         make_app(options, provider),
         host=given.host,

@@ -2,34 +2,112 @@
 
 from __future__ import annotations
 
+import http.client
+import logging
 import secrets
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from pdstore.errors import MissingExtra
 from pdstore.telemetry.request_record import Phase, RequestRecord
+from pdstore.threads import Deadline
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
 _PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
 _EXPORT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
+_SILENCE_S = 3600.0
 _NS = 1_000_000_000
+_NO_RECEIVER = (404, 405, 501)  # others, as 401, may be a receiver's
+REMEDY = "name an OTLP receiver's URL for HTTP, like http://HOST:4318, or leave it out"
+"""Advice for a PDSTORE_TRACES that names no receiver."""
+
+log = logging.getLogger(__name__)
 
 
-def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
+def endpoint_of(url: str) -> str:
+    """Returns the URL to which spans are posted, for a value of PDSTORE_TRACES."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
+
+
+def _without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def why_not_received(url: str, timeout_s: float) -> str | None:
+    """Returns why no OTLP receiver takes spans at PDSTORE_TRACES; None if one may.
+
+    Posts an empty request, which makes no span.
+
+    timeout_s: how long to wait for the connection, and for each part of the answer.
+    """
+    kind = {"Content-Type": "application/x-protobuf"}
+    try:
+        address = _without_user(endpoint_of(url))  # urllib knows no user in a URL
+        request = urllib.request.Request(address, b"", kind, method="POST")
+        urllib.request.urlopen(request, timeout=timeout_s).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        is_other = error.code in _NO_RECEIVER
+        return f"what answers there is no OTLP receiver (HTTP {error.code})" if is_other else None
+    except (http.client.HTTPException, ConnectionResetError):
+        return "what answers there does not speak HTTP (4317 is OTLP's port for gRPC)"
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)  # an URLError's own text is `<urlopen error ...>`
+        if isinstance(why, ssl.SSLCertVerificationError):
+            return None  # the SDK may know its authority
+        if "WRONG_VERSION_NUMBER" in str(why):
+            return "what answers there speaks no TLS: write http://"
+        return f"nothing answers there ({getattr(why, 'strerror', None) or why})"
+    return None
+
+
+def _telling_exporter(url: str, setting: str) -> SpanExporter:
+    """Returns the SDK's exporter, which also logs, once an hour, why spans are lost."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    class Telling(OTLPSpanExporter):
+        """Names the setting, which the SDK's own lines do not."""
+
+        _silence = Deadline(0.0)
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = super().export(spans)
+            if result is SpanExportResult.FAILURE and self._silence.is_over():
+                self._silence = Deadline(_SILENCE_S)
+                why = why_not_received(url, _EXPORT_S) or "the receiver did not take them"
+                shown = _without_user(url).partition("?")[0]
+                log.warning("%s=%s: spans are lost: %s: %s", setting, shown, why, REMEDY)
+            return result
+
+    return Telling(endpoint=endpoint_of(url), timeout=_EXPORT_S)
+
+
+def open_provider(
+    url: str, service: str, setting: str = "PDSTORE_TRACES", **resource: str
+) -> TracerProvider:
     """Returns a provider whose spans go to an OTLP receiver, in batches, over HTTP.
 
     The SDK's own thread sends the spans. If the receiver does not answer, only spans are lost.
 
     url: PDSTORE_TRACES.
     service: the name of this process in spans, unless OTEL_SERVICE_NAME gives one.
+    setting: the name of what gives the URL, for the log.
     resource: further attributes of every span.
     Raises MissingExtra.
     """
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        exporter = _telling_exporter(url, setting)
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -59,9 +137,6 @@ def open_provider(url: str, service: str, **resource: str) -> TracerProvider:
         id_generator=SpanIds(),
         shutdown_on_exit=False,  # `Spans.close` does it
     )
-    parts = urlsplit(url)
-    endpoint = urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else url
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
 

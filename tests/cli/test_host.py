@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from pdstore.cli.host import (
     check_native,
     check_pages,
     check_settings,
+    check_traces,
 )
 from pdstore.settings import read_settings
+from tests.support.otlp_receiver import receiving
 
 ON = {"pd_transfer_via_storage": True}
 
@@ -68,6 +71,29 @@ def test_plugins_of_vllm_that_leave_pdstore_out_are_yellow(monkeypatch, names, w
 def test_a_library_that_is_switched_off_is_not_to_be_built():
     [finding] = check_native(read_settings(**ON, native="off"), 0)
     assert (finding.level, finding.remedy) == (Level.WARN, "unset PDSTORE_NATIVE")
+
+
+def test_the_receiver_of_traces_is_asked():
+    with receiving() as receiver:
+        [right] = check_traces(read_settings(traces=receiver.url))
+    [away] = check_traces(read_settings(traces=receiver.url))
+    assert (right.level, away.level) == (Level.OK, Level.WARN)
+    assert away.said.startswith(f"PDSTORE_TRACES={receiver.url}: spans will be lost: nothing ans")
+    assert "like http://HOST:4318" in away.remedy
+    assert not receiver.spans
+
+
+def test_https_to_a_receiver_of_traces_without_tls_says_what_to_write():
+    with receiving() as receiver:
+        [finding] = check_traces(read_settings(traces=receiver.url.replace("http", "https")))
+    assert "speaks no TLS: write http://" in finding.said
+
+
+def test_a_receiver_of_traces_that_hangs_is_given_two_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        [finding] = check_traces(read_settings(traces=url), timeout_s=0.2)
+    assert finding.level is Level.WARN
 
 
 def test_a_block_that_is_no_multiple_of_the_engines_is_red():

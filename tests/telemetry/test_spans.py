@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import socketserver
 import subprocess
 import sys
 import time
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -15,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdstore.errors import MissingExtra
 from pdstore.telemetry.request_record import Phase
 from pdstore.telemetry.spans import Spans
+from pdstore.testing.values import start_background
 from tests.support.otlp_receiver import receiving
 from tests.telemetry.test_request_record import RECORD
 
@@ -75,6 +79,47 @@ def test_a_receiver_that_is_away_costs_a_stop_some_seconds_at_most():
     begin = time.monotonic()
     spans.close()
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("kind", ["away", "an API", "gRPC"])
+def test_a_wrong_receiver_is_one_line_with_the_settings_name(caplog, kind):
+    with wrong_receiver(kind) as (url, words):
+        spans = Spans.to(url.replace("//", "//me:secret@"), "decode", namespace="", store="")
+        spans.add(TRACED)
+        spans.close()
+    [said] = [r.getMessage() for r in caplog.records if r.name == "pdstore.telemetry.spans"]
+    assert said.startswith(f"PDSTORE_TRACES={url}: spans are lost: {words}")
+    assert "name an OTLP receiver's URL for HTTP" in said
+
+
+@contextlib.contextmanager
+def wrong_receiver(kind):
+    """Yields the URL of what is no receiver, and the words about it."""
+
+    class Api(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    class OtherProtocol(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1 << 16)
+            self.request.sendall(bytes(9) + b"\r\n")
+
+    handler = OtherProtocol if kind == "gRPC" else Api
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        end = start_background(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        if kind != "away":
+            words = "does not speak HTTP" if kind == "gRPC" else "is no OTLP receiver (HTTP 404)"
+            yield url, f"what answers there {words}"
+        server.shutdown()
+        end(10.0)
+    if kind == "away":
+        yield url, "nothing answers there (Connection refused)"
 
 
 def test_without_the_extra_the_error_has_the_command(monkeypatch):
