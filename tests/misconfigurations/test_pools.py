@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import subprocess
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -19,12 +20,13 @@ from pdstore.metrics import Metrics
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.store.connect import connect_store
 from pdstore.store.url import without_secret
-from pdstore.store.wrappers import OPEN_S
+from pdstore.store.wrappers import OPEN_S, guard_of
 from pdstore.testing.values import start_background
-from tests.support.kv import BLOCK_BYTES, Instance, eventually
+from tests.support.kv import BLOCK_BYTES, Instance, eventually, patience
 
 BLOCKS, PROMPT, MANY = list(range(20)), range(100), range(320)
 SOON_S = 20.0  # on a busy machine
+WAITED_FOR_P = (Reason.HANDOFF_DEAD, Reason.HANDOFF_GONE, Reason.HANDOFF_LATE)
 
 
 @pytest.fixture
@@ -362,22 +364,31 @@ def test_a_store_that_takes_no_writes_costs_d_one_wait(stack, over, redis_server
         tokens = [n, *range(150)]
         keys = p.cache.keys(tokens)
         handoff, params = p.cache.announce(keys)
+        noted = threading.Event()
         job = p.pool.save(keys, BLOCKS, handoff=handoff)
-        job.on_end(lambda job: p.cache.note_saves([job.result.reason]))
+        job.on_end(lambda job: (p.cache.note_saves([job.result.reason]), noted.set()))
         result = job.wait(SOON_S)
+        assert noted.wait(SOON_S), "a job has ended before its watchers are told"
         begin = time.monotonic()
         found = d.cache.follow(d.cache.keys(tokens), params).wait(SOON_S)
         loaded = d.pool.load(found.keys, BLOCKS, follow=found.follow).wait(SOON_S).num_tokens
-        return result.reason, params["pdstore"].get("last_save"), loaded, time.monotonic() - begin
+        waited_s = time.monotonic() - begin
+        if said := params["pdstore"].get("last_save"):
+            assert found.reason not in WAITED_FOR_P
+            limit_s = 1.0 * patience()
+            assert waited_s < limit_s, "P's death is noticed after 1.35 s; here it takes 0.03 s"
+        return result.reason, said, loaded
 
     turn(True)
-    reason, said, loaded, _ = handed_over(0)
+    reason, said, loaded = handed_over(0)
     assert reason is not None
     assert (said, loaded) == (None, 0)
     for n in (1, 2):
-        _, said, loaded, waited_s = handed_over(n)
-        assert (said, loaded) == (reason.value, 0)
-        assert waited_s < 1.0, "P's death is noticed after 1.35 s; alone on a machine it is 0.03 s"
+        before = reason
+        reason, said, loaded = handed_over(n)
+        assert (said, loaded) == (before.value, 0)
     turn(False)
-    assert handed_over(3)[:3] == (None, reason.value, 151)
-    assert handed_over(4)[:3] == (None, None, 151)
+    # under load a call that fails takes long, so that an open breaker makes none but its probes
+    eventually(lambda: not any(guard_of(one.store).is_open for one in (p, d)), SOON_S)
+    assert handed_over(3) == (None, reason.value, 151)
+    assert handed_over(4) == (None, None, 151)

@@ -73,6 +73,8 @@ def test_an_address_that_leads_to_the_new_master_is_followed_at_the_first_call(
     with opened(gate.url) as store:
         put_one(store, keys[0])
         fill_pool(store, gate, keys[0])
+        with replica.client() as raw:  # a master sends its replica what it has answered already
+            eventually(lambda: raw.exists(keys[0]))
         fail_over(master, replica, to_port=free_port() if is_down else replica.port)
         gate.lead_to(replica.port)
         value = put_one(store, keys[1])
@@ -88,10 +90,12 @@ def test_a_replica_is_named_as_one_and_costs_no_connection_for_each_call(pair, c
     master, replica = pair
     gate = closed_after(Gate(replica.port))
     with opened(gate.url) as store:
+        start = time.monotonic()
         for _ in range(20):
             with pytest.raises(StoreUnavailable, match="make this name lead to the master"):
                 put_one(store, fresh_keys(1)[0])
-        assert gate.num_accepted < 5
+        num_seconds = int(time.monotonic() - start)
+        assert gate.num_accepted < min(20, 5 + num_seconds), "one renewal a second"
     fail_over(master, replica, to_port=free_port())
     with opened(master.url) as store:
         with pytest.raises(StoreUnavailable, match="it is a replica: write its master's") as caught:
