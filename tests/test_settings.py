@@ -311,7 +311,7 @@ def test_settings_without_the_switch_are_told_once(monkeypatch, caplog, switch, 
     assert "hush" not in caplog.text
 
 
-def test_without_the_switch_a_setting_with_the_switchs_prefix_is_told_too(monkeypatch, caplog):
+def test_without_the_switch_a_setting_prefixed_as_the_switch_is_told_too(monkeypatch, caplog):
     monkeypatch.setenv("PD_STORE", "redis://h")
     read_engine_settings()
     assert "whatever PD_STORE says: set PD_TRANSFER_VIA_STORAGE=1" in caplog.text
