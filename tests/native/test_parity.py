@@ -374,7 +374,7 @@ def test_batches_of_one_save_get_the_sums_of_their_own_values(make, device, size
 def test_a_save_sums_what_the_model_has_written_when_its_event_fires(make, path, num_batches):
     """Neither before the event, nor what the model writes to the blocks after the save."""
     rig = make("cuda:0", layout_of(layers=(LayerSpec(4, 64),) * 6), PLAIN, path=path)
-    values = rig.values(17)
+    values = rig.values(5)
     ids = [block for _, blocks, _, _ in values[:3] for block in blocks]  # of whole blocks
     for _ in range(3):
         event = torch.cuda.Event()
@@ -392,6 +392,7 @@ def test_a_save_sums_what_the_model_has_written_when_its_event_fires(make, path,
             assert rig.num_right(of, values) == len(values)
             for cache, want in zip(rig.cases[1].caches, wanted, strict=True):
                 assert torch.equal(cache[ids].view(torch.uint8), want)
+        rig.store.remove([key for of in keys for key in of])
 
 
 @pytest.mark.parametrize("device", DEVICES)
