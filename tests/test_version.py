@@ -56,8 +56,10 @@ def test_a_name_that_is_not_public_is_an_error():
         pdstore.Nothing  # noqa: B018
 
 
-def test_ci_looks_at_a_wheels_public_names_and_not_only_at_the_package():
+def test_ci_uses_a_wheels_public_names_and_not_only_those_of_the_checkout():
+    """It runs README's Python block, which imports them, from an installed wheel."""
     root = Path(__file__).parent.parent
-    assert (
-        "import pdstore; print(pdstore.__file__, pdstore.KVPool)" in (root / ".ci/run").read_text()
-    )
+    assert "scripts/try_wheel.sh" in (root / ".ci/run").read_text()
+    assert "README.md, its Python block" in (root / "scripts/try_wheel.sh").read_text()
+    [code] = re.findall("```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert "pdstore.KVPool(" in code

@@ -179,11 +179,13 @@ def _ask(url: str, timeout_s: float) -> Peer | Finding:
 def _ask_again(peer: Peer, timeout_s: float) -> Iterator[Finding]:
     """Yields a finding if new connections to an instance's URL lead to an instance of another role.
 
-    A URL that leads to instances by chance may seem to lead to one, but seldom.
+    A URL that leads to instances by chance may seem to lead to one, but seldom. The same page is
+    asked: where two instances take turns, two requests a try would always meet the same one.
     """
+    ask = _status_of if peer.fields else _metrics_of
     for _ in range(_TRIES):
-        again = _ask(peer.url, timeout_s)
-        if isinstance(again, Finding):
+        again = ask(peer.url, timeout_s)
+        if not isinstance(again, Peer):
             return
         if peer.role and again.role and again.role != peer.role:
             said = f"it leads to an instance of role {peer.role}, and then to one of role"

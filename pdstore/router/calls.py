@@ -35,6 +35,7 @@ _NO_PARAMS = (
     " (SGLang never answers with any: there D finds the pages by itself)"
 )
 _SAMPLE = "one two three four five six seven eight nine ten"
+_STATUS_PAGE = "status page"  # of an instance, whose answer says what to write instead
 _UNEQUAL = (
     ", which goes to the client; if {} took the request, give P and D the same --served-model-name"
     " and --max-model-len"
@@ -203,7 +204,7 @@ class Calls:
         if _is_at_fault(status):
             self.counts.failures.labels(role, "status").inc()
             words += _hint_of(answer)
-        elif status in (400, 404):
+        elif status in (400, 404) and _STATUS_PAGE not in said:
             words += _UNEQUAL.format("D" if role == "prefill" else "P")
         line = "%s: %s %s: HTTP %d%s"
         self.tell((url, status), line, asked.request_id, role, url, status, words)
@@ -230,8 +231,8 @@ class Calls:
             upstream.went_down()
         reason = reason_of(error)
         self.counts.failures.labels(upstream.role, reason).inc()
-        said = (asked.request_id, upstream.role, upstream.url, error)
-        self.tell((upstream.url, reason), "%s: %s %s: %r", *said)
+        said = (asked.request_id, upstream.role, upstream.url, error, upstream.way_to(str(error)))
+        self.tell((upstream.url, reason), "%s: %s %s: %r%s", *said)
 
 
 def reason_of(error: httpx.TransportError) -> str:

@@ -82,7 +82,8 @@ async def _probe(client: httpx.AsyncClient, upstream: Upstream, states: dict[str
         answer = await ask(client, question, PROBE_S, PROBE_BYTES)
     except httpx.TransportError as error:
         upstream.went_down()
-        states[upstream.url] = Health(error=f"cannot be reached: {error!r}")
+        hint = upstream.way_to(str(error))
+        states[upstream.url] = Health(error=f"cannot be reached: {error!r}{hint}")
         return
     upstream.came_back()
     states[upstream.url] = Health.told_by(answer)

@@ -8,12 +8,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pdstore.router.bodies import Json, encode
 
 Role = Literal["prefill", "decode"]
 
 _REST_S = 2.0
+_OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -34,6 +36,16 @@ class Upstream:
     def went_down(self) -> None:
         """Notes that it could not be reached: for a while the others are asked first."""
         self.down_until = time.monotonic() + _REST_S
+
+    def way_to(self, said: str) -> str:
+        """Returns what to do where a connection fails, by the error's words; "" if nothing fits."""
+        scheme, _, place = self.url.partition("://")
+        if scheme == "https" and "WRONG_VERSION_NUMBER" in said:
+            return f": it speaks http: write http://{place}"
+        is_refused = "connection attempts failed" in said or "Connection refused" in said
+        if is_refused and urlsplit(self.url).hostname not in _OWN_NAMES:
+            return ": see that it runs, and that it listens on this address (--host 0.0.0.0)"
+        return ""
 
     def came_back(self) -> None:
         """Notes that it can be reached."""

@@ -47,8 +47,9 @@ _RELAY = "relay the kv_transfer_params of its answer, as has each gateway on the
 _NO_HANDOFFS = (
     "requests come here without kv_transfer_params, although PDSTORE_ROLE is decode: what the pool"
     " has of their prompts is loaded, but this instance does not wait for what the prefill instance"
-    " still saves. Look at what lies between the router and this instance (a gateway that rebuilds"
-    " bodies): it has to relay this field"
+    " still saves. The router's log says so if the prefill instance failed or answered without this"
+    " field; if it says nothing, a gateway between the router and this instance removes the field:"
+    " it has to relay it"
 )
 _HOUR_S = 3600.0
 _GONE = "P published a hand-off of which {} has not all any more: its blocks "

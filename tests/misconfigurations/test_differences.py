@@ -61,7 +61,7 @@ def test_a_gateway_that_strips_the_hand_off_is_told_once_by_a_d_that_finds_the_k
         assert d.cache.lookup(d.cache.keys(PROMPT)).wait(AT_ONCE_S).num_tokens == 100
     eventually(lambda: "requests come here without kv_transfer_params" in caplog.text)
     [line] = [record.getMessage() for record in caplog.records]
-    assert "what lies between the router and this instance" in line
+    assert "a gateway between the router and this instance removes the field" in line
 
 
 @pytest.mark.parametrize("kind", ["role both", "SGLang", "some with hand-offs"])

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from pdstore.errors import ConfigError
 from pdstore.router.app import Options, make_app
 from pdstore.router.counts import FAILURES
 from pdstore.router.main import main
+from pdstore.router.upstreams import Upstream
 from pdstore.status.server import StatusServer
 from tests.support.child import child
 from tests.support.listeners import addresses_of
@@ -35,6 +38,7 @@ from tests.support.router_kit import (
     nobody,
     routed,
     says,
+    url_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -325,3 +329,39 @@ async def test_an_idle_clients_connection_is_kept_as_long_as_the_option_says(kep
                 pass
         assert waited.cancelled_caught == (kept_s == 30)
         writer.close()
+
+
+async def test_an_instance_that_speaks_http_behind_https_is_told_with_what_to_write(caplog) -> None:
+    """So it is in /health, and in the log of a request that met it."""
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(listening())
+        threading.Thread(target=_answer_in_plain_text, args=[sock], daemon=True).start()
+        plain = url_of(sock)
+        async with routed([plain.replace("http", "https")], [Fake()]) as client:
+            [reason] = (await client.get("/health")).json()["reasons"]
+            await client.post("/v1/completions", json=BODY)
+    assert reason.endswith(f": it speaks http: write {plain}")
+    assert caplog.text.count(f": it speaks http: write {plain}") == 1
+
+
+def _answer_in_plain_text(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the test has ended
+        while True:
+            with contextlib.closing(sock.accept()[0]) as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("url", "said", "hint"),
+    [
+        ("http://10.0.0.9:8100", "All connection attempts failed", "--host 0.0.0.0"),
+        ("http://127.0.0.1:8100", "All connection attempts failed", ""),
+        ("http://10.0.0.9:8100", "[Errno -2] Name or service not known", ""),
+        ("https://10.0.0.9:8100", "[SSL: WRONG_VERSION_NUMBER]", "write http://10.0.0.9:8100"),
+    ],
+)
+def test_the_way_to_an_instance_is_told_where_the_error_shows_it(url, said, hint) -> None:
+    told = Upstream(url, "prefill").way_to(said)
+    assert hint in told
+    assert bool(hint) is bool(told)

@@ -231,7 +231,7 @@ def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configu
     assert "PDSTORE_STOER" in said
 
 
-MISSPELT = ["PDstoreConnector", "PDStoreConector", "PDStorageConnector", "pdstore"]
+MISSPELT = ["PDstoreConnector", "PDStoreConnection", "PDStorageConnector", "pdstore"]
 
 
 @pytest.mark.parametrize("name", MISSPELT)
