@@ -57,7 +57,7 @@ def test_a_name_that_is_not_public_is_an_error():
 
 
 def test_ci_uses_a_wheels_public_names_and_not_only_those_of_the_checkout():
-    """It runs README's Python block, which imports them, from an installed wheel."""
+    """Runs README's Python block, which imports them, from an installed wheel."""
     root = Path(__file__).parent.parent
     assert "scripts/try_wheel.sh" in (root / ".ci/run").read_text()
     assert "README.md, its Python block" in (root / "scripts/try_wheel.sh").read_text()
