@@ -26,10 +26,10 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import read_settings
+from pdstore.store.guard import GuardedStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import GuardedStore
+from pdstore.store.transfer import RANGE_BYTES
 from pdstore.worker.pool import KVPool
-from pdstore.worker.values import RANGE_BYTES
 
 TOKEN_BYTES = 32 * 8 * 128 * 2 * 2  # KV of an 8B Llama in bf16
 PREFILL_S = [(0, 0.0), (1024, 0.030), (8192, 0.211), (32_768, 1.256), (65_536, 3.434)]

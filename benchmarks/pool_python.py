@@ -1,4 +1,4 @@
-"""Counts what a save and a load cost an engine that runs beside them: its wait for Python's lock.
+"""Counts what a save and a load cost an engine that runs beside them: its wait for the GIL.
 
     python -m benchmarks.pool_python --json benchmarks/results/pool_python.json
 
@@ -15,7 +15,8 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,9 +26,13 @@ import torch
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager
+from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, read_settings
-from pdstore.worker.values import RANGE_BYTES
+from pdstore.store import Store
+from pdstore.store.connect import connect_store
+from pdstore.store.transfer import RANGE_BYTES
+from pdstore.store.wrappers import HookedStore
 
 LAYERS = 32
 HEAD_DIM = 2
@@ -85,7 +90,7 @@ class TimedCalls:
 class Bench:
     """Both halves over one store, in this process, and a paged cache for two prompts."""
 
-    def __init__(self, store: str, settings: Settings, num_tokens: int) -> None:
+    def __init__(self, store: str, settings: Settings, num_tokens: int, is_wrapped: bool) -> None:
         self.store, self.num_tokens = store, num_tokens
         self.num_blocks = num_tokens // ENGINE_BLOCK
         layout = Layout.of(
@@ -99,7 +104,20 @@ class Bench:
         caches = [torch.randn(shape).to(torch.bfloat16) for _ in range(LAYERS)]
         namespace = layout.namespace(settings, weights="random")
         self.cache = PrefixCacheManager(settings, namespace)
-        self.pool = KVPool(settings, layout, caches, namespace, range_bytes=RANGE_BYTES // SCALE)
+        metrics = Metrics()
+        opened: Store = connect_store(settings, metrics)
+        if is_wrapped:
+            self.store, opened = f"{store}, wrapped", HookedStore(opened)
+        self._opened = opened
+        self.pool = KVPool(
+            settings,
+            layout,
+            caches,
+            namespace,
+            store=opened,
+            metrics=metrics,
+            range_bytes=RANGE_BYTES // SCALE,
+        )
         self.pool.ready()
 
     def save(self, number: int) -> None:
@@ -120,24 +138,29 @@ class Bench:
     def close(self) -> None:
         self.pool.close()
         self.cache.close()
+        self._opened.close()
 
 
-def measure(report: Report, bench: Bench, calls: TimedCalls, rounds: int) -> None:
-    for verb, step in (("save", bench.save), ("load", bench.load)):
-        costs, seconds = [], []
+def measure(report: Report, benches: Sequence[Bench], calls: TimedCalls, rounds: int) -> None:
+    """Measures the same jobs with all benches, in turns, so that the machine's moods even out."""
+    for verb in ("save", "load"):
+        costs: dict[Bench, list[Cost]] = {bench: [] for bench in benches}
+        seconds: dict[Bench, list[float]] = {bench: [] for bench in benches}
         for number in range(rounds + 1):
-            before, began = calls.cost(), time.perf_counter()
-            step(number)
-            seconds.append(time.perf_counter() - began)
-            costs.append(calls.cost().since(before))
-        report.add(
-            bench.store,
-            verb,
-            bench.num_tokens,
-            median(cost.python_ns for cost in costs[1:]) / 1e6,
-            median(cost.num_waits for cost in costs[1:]),
-            median(seconds[1:]) * 1e3,
-        )
+            for bench in benches:
+                before, began = calls.cost(), time.perf_counter()
+                getattr(bench, verb)(number)
+                seconds[bench].append(time.perf_counter() - began)
+                costs[bench].append(calls.cost().since(before))
+        for bench in benches:
+            report.add(
+                bench.store,
+                verb,
+                bench.num_tokens,
+                median(cost.python_ns for cost in costs[bench][1:]) / 1e6,
+                median(cost.num_waits for cost in costs[bench][1:]),
+                median(seconds[bench][1:]) * 1e3,
+            )
 
 
 def measure_all(given: argparse.Namespace) -> Report:
@@ -152,16 +175,21 @@ def measure_all(given: argparse.Namespace) -> Report:
     library.calls = calls  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         urls = {
-            "shm": f"shm://bench?size=256MiB&dir={directory}",
-            "file": f"file://{directory}/files?budget=1GiB",
+            "shm": "shm://{}?size=256MiB&dir={}",
+            "file": "file://{1}/{0}?budget=1GiB",
         }
-        for name, url in urls.items():
-            for num_tokens in given.tokens:
+        for (name, url), num_tokens in product(urls.items(), given.tokens):
+            benches = []
+            for kind in ["bare", "wrapped"] if given.wrapped else ["bare"]:
                 settings = read_settings(
-                    store=url, workers=given.workers, native="require", layer_ranges=4
+                    store=url.format(kind, directory),
+                    workers=given.workers,
+                    native="require",
+                    layer_ranges=4,
                 )
-                bench = Bench(name, settings, num_tokens)
-                measure(report, bench, calls, given.rounds)
+                benches.append(Bench(name, settings, num_tokens, kind == "wrapped"))
+            measure(report, benches, calls, given.rounds)
+            for bench in benches:
                 bench.close()
     return report
 
@@ -170,6 +198,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=20)
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--wrapped", action="store_true", help="also through a wrapper, in turns")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192])
     given = parser.parse_args()
     run(lambda: measure_all(given), given.json)

@@ -28,7 +28,7 @@ from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.base import Slots, Store
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
+from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.store.wrappers import WrapperStore
 
 NAMESPACE = Namespace({"benchmark": "waiting"}, (Part(0, 0),), block_tokens=64)
@@ -61,7 +61,7 @@ class Counted(WrapperStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self._inner = find_optional(store, FindsKeys)
+        self._inner = store.optional(FindsKeys)
         self.num_calls = 0
 
     def match(self, keys: Sequence[BlockKey]) -> int:

@@ -16,9 +16,9 @@ from pdstore.errors import Direction, SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.library import CopyPath, address_of
-from pdstore.worker.staging import SPAN_BYTES, PinnedMemory, slot_bytes_for, spans_of
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
+from pdstore.worker.transfer.staging import SPAN_BYTES, PinnedMemory, slot_bytes_for, spans_of
 
 OUT, IN = Direction.SAVE, Direction.LOAD
 METHODS = {

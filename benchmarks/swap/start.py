@@ -18,7 +18,7 @@ from benchmarks.report import Report
 from benchmarks.swap.library import open_bench_library
 from benchmarks.swap.rig import seconds
 from pdstore.native.library import Library
-from pdstore.worker.staging import PinnedMemory
+from pdstore.worker.transfer.staging import PinnedMemory
 
 _SLOT_BYTES = (2 << 20) + 4096
 _GIB = 1 << 30

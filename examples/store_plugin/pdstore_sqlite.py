@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pdstore import Settings
 from pdstore.errors import (
@@ -19,6 +20,8 @@ from pdstore.errors import (
 )
 from pdstore.format.keys import prefix_of
 from pdstore.store import BlockKey, Lifecycle, Slots, Store, StoreURL, check_call
+from pdstore.store.transfer import Split, Transfer, TransferContext
+from pdstore.store.url import Place, Reach
 
 _PAUSE_S = 0.005
 _ERRORS: dict[str, type[StoreError]] = {
@@ -50,6 +53,14 @@ class SQLiteStore(Store):
         timeout_s = url.seconds("timeout", 5.0)
         url.finish("timeout")
         return cls(url.label, url.path, timeout_s)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        return Place(Reach.HOST, path=Path(url.path))
+
+    def transfer(self, context: TransferContext) -> Transfer:
+        """Opens the way through staging with a single worker, because threads take turns here."""
+        return context.staged(context, Split(context.range_bytes, many=1, num_workers=1), None)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         check_call(keys)

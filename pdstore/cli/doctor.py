@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -23,7 +21,6 @@ from pdstore.cli.host import (
     check_settings,
     check_traces,
 )
-from pdstore.cli.listing import missing_pool
 from pdstore.cli.peers import check_peers
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import (
@@ -39,13 +36,12 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.settings import Settings, read_settings
 from pdstore.sizing import ModelShape
 from pdstore.store import open_store
-from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Store
-from pdstore.store.connect import read_pool_id
-from pdstore.store.file.store import FileStore
-from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, find_optional
+from pdstore.store.connect import place_of, read_pool_id
+from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom
 from pdstore.store.seal import seal_store
-from pdstore.worker.movers import check_values_fit
+from pdstore.store.url import Place
+from pdstore.worker.mover import check_values_fit
 
 ENGINE_BLOCK = 16
 """Tokens of an engine block, unless the user gives another number. It is vLLM's default."""
@@ -71,17 +67,14 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
 
     shape: the model; None stands for an 8B model. num_gpus: the number of GPUs on this host.
     """
-    missing = missing_pool(settings.store)
-    url, is_new = settings.store, missing is not None and settings.store.startswith("shm://")
-    if is_new:  # an arena that no P opens, and that is removed below
-        url = re.sub("//[^/?]*", f"//doctor-{os.getpid()}", url, count=1)
-    plain = open_store(url, settings)
-    store = seal_store(plain, settings)
-    if "store" not in settings.model_fields_set:
-        yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
-    if (tells := find_optional(plain, TellsOrigins)) is not None:
-        yield info(url.partition("://")[0], tells.origins)
-    try:
+    place = place_of(settings.store, settings)
+    missing = place.missing_path
+    with _opened(settings, place) as plain:
+        if "store" not in settings.model_fields_set:
+            yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
+        if (tells := plain.optional(TellsOrigins)) is not None:
+            yield info(settings.store.partition("://")[0], tells.origins)
+        store = seal_store(plain, settings)
         tried = try_store(settings, store)
         yield tried
         if tried.subject == "connect":
@@ -90,15 +83,26 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if tried.remedy == "":
             yield measure(settings, store, shape)
-        yield from _check_memory_pages(plain, num_gpus)
-        if is_new:
+        if place.path is not None:
+            path = place.path.resolve()
+            yield from check_pages(path, MOUNTS.read_text(), num_gpus, is_arena=place.is_memory)
+        if missing is not None and place.trial_url is not None:
             yield info("pool", f"there is no {missing} yet: the first P or D makes it")
         else:
             yield from _check_contents(plain)
-    finally:
-        store.close()
-        if is_new and isinstance(plain, ArenaStore):
-            plain.path.unlink()
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings, place: Place) -> Iterator[Store]:
+    """Opens the store; if that would settle a new pool's size, one that is removed at the end."""
+    is_trial = place.missing_path is not None and place.trial_url is not None
+    url = place.trial_url if is_trial and place.trial_url else settings.store
+    trial = place_of(url, settings).path if is_trial else None
+    with contextlib.ExitStack() as undo:
+        store = undo.enter_context(contextlib.closing(open_store(url, settings)))
+        if trial is not None:
+            undo.callback(trial.unlink)
+        yield store
 
 
 def try_store(settings: Settings, store: Store) -> Finding:
@@ -152,7 +156,7 @@ def _remedy_of(cause: BaseException | None) -> str:
 
 def check_server(store: Store) -> Iterator[Finding]:
     """Yields findings about the settings of a store's server, if the server tells them."""
-    asks = find_optional(store, DoubtsServer)
+    asks = store.optional(DoubtsServer)
     try:
         for doubt in asks.server_doubts() if asks else ():
             level = bad if doubt.is_wrong else warn
@@ -188,7 +192,7 @@ def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> T
 
 def _is_full(store: Store) -> bool:
     """Returns whether the values of the test would push other values out of a small pool."""
-    teller = find_optional(store, TellsRoom)
+    teller = store.optional(TellsRoom)
     with contextlib.suppress(StoreError):  # `check_room` reports it
         room = teller.room() if teller is not None else None
         if room is not None and room.capacity_bytes is not None:
@@ -220,7 +224,7 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
 
     kv_bytes: KV bytes of a token; None takes an 8B model's.
     """
-    teller = find_optional(store, TellsRoom)
+    teller = store.optional(TellsRoom)
     if teller is None:
         yield info("room", f"{store.label} does not tell how full it is")
         return
@@ -263,14 +267,6 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
             f"give it {size(64 * _SHORT_PROMPT * kv_bytes)} or more; docs/sizing.md computes it",
         )
     return ok("room", f"{said}; {size(room.used_bytes)} used")
-
-
-def _check_memory_pages(store: Store, num_gpus: int) -> Iterator[Finding]:
-    if isinstance(store, ArenaStore):
-        yield from check_pages(store.path, MOUNTS.read_text(), num_gpus, is_arena=True)
-    if isinstance(store, FileStore):
-        yield from (warn(*doubt) for doubt in store.doubts)
-        yield from check_pages(store.root.resolve(), MOUNTS.read_text(), num_gpus, is_arena=False)
 
 
 def _check_contents(store: Store) -> Iterator[Finding]:

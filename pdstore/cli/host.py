@@ -15,10 +15,10 @@ from pdstore.errors import NativeError
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, doubts_of
 from pdstore.status.server import settings_of
-from pdstore.store.url import StoreURL, without_secret
+from pdstore.store.connect import place_of
+from pdstore.store.url import Reach, without_secret
 from pdstore.telemetry.spans import REMEDY, why_not_received
 
-_OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
 _FEW_FILES = 1024
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 MOUNTS = Path("/proc/self/mountinfo")
@@ -72,22 +72,19 @@ def _check_plugins(settings: Settings) -> Iterator[Finding]:
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:
-    scheme = settings.store.partition("://")[0]
-    if scheme == "memory":
+    place, scheme = place_of(settings.store, settings), settings.store.partition("://")[0]
+    if place.reach is Reach.PROCESS:
         yield bad(
             "place",
-            "memory:// is in one process: P and D in two processes never meet there",
+            f"{scheme}:// is in one process: P and D in two processes never meet there",
             "set PDSTORE_STORE to file://, shm:// or a server, the same for P and D",
         )
-    name, _, kind = scheme.partition("+")
-    host = StoreURL.of(settings.store).host or "localhost"
-    is_local = host in ("localhost", "::1") or host.startswith("127.")
-    if name in _OVER_TLS and kind != "unix" and not is_local:
-        tls = scheme.replace(name, _OVER_TLS[name], 1)
+    if place.encrypted_scheme is not None:
         yield warn(
             "encryption",
             f"{scheme}:// sends KV and the password to another host without encryption",
-            f"write {tls}:// (and ?ca=FILE for an authority of your own), or use a private network",
+            f"write {place.encrypted_scheme} (and ?ca=FILE for an authority of your own), or use a"
+            " private network",
         )
 
 
@@ -121,8 +118,12 @@ def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]
 def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     """Yields findings: limits of this process that are too small."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_rdma = "rdma" in settings.store
-    if is_rdma and locked not in (-1, resource.RLIM_INFINITY) and locked < settings.staging:
+    place = place_of(settings.store, settings)
+    if (
+        place.locks_memory
+        and locked not in (-1, resource.RLIM_INFINITY)
+        and locked < settings.staging
+    ):
         yield bad(
             "locked memory",
             f"ulimit -l is {size(locked)}, less than staging, which RDMA locks",
@@ -131,8 +132,7 @@ def check_limits(settings: Settings, num_gpus: int) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEW_FILES:
         yield warn("open files", f"ulimit -n is {files}", "ulimit -n 65536")
-    is_copied = settings.store.startswith("shm://") or settings.seal_key_file is not None
-    if num_gpus and not is_copied:
+    if num_gpus and not place.is_memory and settings.seal_key_file is None:
         yield info(
             "arena",
             "if P and D both run on this host, PDSTORE_STORE=shm://pool?size=64GiB is faster:"

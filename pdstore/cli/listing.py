@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import inf
-from pathlib import Path
 from typing import NamedTuple
 
 from pdstore.cli.answer import Answer, age, counted, muted, size, table
-from pdstore.environment import cache_directory
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Json, Kind, Part, kind_of, prefix_of
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
-from pdstore.store.arena.store import DEFAULT_DIRECTORY
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
-from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom, find_optional
+from pdstore.store.connect import place_of
+from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom
 from pdstore.store.seal import seal_store
-from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
 
 _HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # anyone who can write may make other keys
@@ -73,21 +69,6 @@ class OpenPool(NamedTuple):
         return header
 
 
-def missing_pool(url: str) -> Path | None:
-    """Returns the directory or arena that opening the store would create; None if it exists."""
-    if not url.startswith(("file://", "shm://")):
-        return None
-    place = StoreURL.of(url)
-    if place.scheme == "file":
-        if place.host:  # a wrong URL: opening it raises the error
-            return None
-        path = Path(place.path) if place.path else cache_directory("pool")
-    else:
-        directory = Path(place.options.get("dir", DEFAULT_DIRECTORY))
-        path = directory / f"pdstore-{os.geteuid()}-{place.host or 'pool'}"
-    return None if path.exists() else path
-
-
 @contextmanager
 def open_pool(url: str | None) -> Iterator[OpenPool]:
     """Opens the store at a URL, or at PDSTORE_STORE, and closes it at the end.
@@ -95,7 +76,7 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     Raises StoreError, and ConfigError, for example if the directory or arena does not exist.
     """
     settings = read_settings(**({"store": url} if url else {}))
-    path = missing_pool(settings.store)
+    path = place_of(settings.store, settings).missing_path
     if path is not None:  # opening it would create a pool, such as an arena of the default size
         raise ConfigError(
             f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
@@ -104,7 +85,7 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        yield OpenPool(settings, store, find_optional(plain, ListsValues))
+        yield OpenPool(settings, store, plain.optional(ListsValues))
     finally:
         store.close()
 
@@ -223,7 +204,7 @@ def du(url: str | None) -> Answer:
     """Counts values and bytes by namespace, and says how full the store is."""
     with open_pool(url) as pool:
         uses = survey(pool.listed_values())
-        tells = find_optional(pool.store, TellsRoom)
+        tells = pool.store.optional(TellsRoom)
         room = tells.room() if tells else None
         label = pool.store.label
     total = size(sum(use.num_bytes for use in uses))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import urllib.error
@@ -17,6 +18,8 @@ from pydantic import AliasPath, BaseModel, Field
 from pdstore.async_runner import AsyncRunner
 from pdstore.cli.answer import Finding, bad, info, ok, warn
 from pdstore.errors import ConfigError
+from pdstore.settings import read_settings
+from pdstore.store.connect import place_of
 
 _MOST_BYTES = 4 << 20  # more of an answer is not read; an engine's /metrics is far smaller
 _TIMEOUT_S = 5.0
@@ -244,23 +247,15 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     remedy = "give both the same PDSTORE_STORE"
     if first.store and first.store == other.store:
         remedy = f"{first.store} is another place for each: give both a URL that names one place"
-        remedy += _WHY_TWO.get(first.store.partition(":")[0], "")
+        remedy += _why_two(first.store)
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)
 
 
-_SERVERS = (
-    ". A name of this host itself (127.0.0.1, localhost) is one, and a Service with two servers"
-    " behind it, which are two pools: name one server, or a cluster (redis+cluster://)"
-)
-_WHY_TWO = {
-    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), _SERVERS),
-    "shm": (
-        ", or restart the one whose arena was removed while it ran. An arena belongs to one host,"
-        " one user (its file's name has the user's number) and one /dev/shm (containers: ipc: host)"
-    ),
-    "file": ". A directory of one host is another one on the next, and in a container: mount it",
-}
-"""Text that says why equal URLs may name two places, by the URL's scheme."""
+def _why_two(label: str) -> str:
+    """Returns text that says why one URL may name two places; empty for an unknown scheme."""
+    with contextlib.suppress(ConfigError):
+        return place_of(label, read_settings()).why_two
+    return ""
 
 
 def _compare_stores(first: Peer, other: Peer) -> Iterator[Finding]:

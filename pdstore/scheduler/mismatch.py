@@ -8,14 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from pdstore.errors import Reason, StoreError
+from pdstore.errors import ConfigError, Reason, StoreError
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import Json, Namespace, PromptKeys
 from pdstore.scheduler.lookup import Match
 from pdstore.settings import Settings
 from pdstore.store.base import Store
-from pdstore.store.connect import read_pool_id
+from pdstore.store.connect import place_of, read_pool_id
 from pdstore.store.optional import num_evicted
+from pdstore.store.url import Reach
 from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
@@ -258,7 +259,11 @@ class Mismatches:
         if self.pool.is_same(handoff.pool_id):
             return False
         ours, label = self.pool.current or b"", self._label
-        remedy = _OF_ONE_PROCESS if label.startswith("memory://") else _ONE_PLACE.format(label)
+        remedy = (
+            _OF_ONE_PROCESS
+            if _is_of_one_process(label, self._settings)
+            else _ONE_PLACE.format(label)
+        )
         self._log.warn(
             f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
             f" {ours.hex()[:8]} at {label}: give both {remedy}"
@@ -310,6 +315,12 @@ class Mismatches:
             by_files = self._settings.model_copy(update={"weights": None})
             parts = self._weights_of(by_files).split("+")
             self.weights_files = "+".join(part[:24] for part in parts)
+
+
+def _is_of_one_process(label: str, settings: Settings) -> bool:
+    with contextlib.suppress(ConfigError):
+        return place_of(label, settings).reach is Reach.PROCESS
+    return False
 
 
 def _updated(digest: str | None) -> str:

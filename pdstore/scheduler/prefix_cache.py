@@ -22,7 +22,7 @@ from pdstore.scheduler.mismatch import Mismatches
 from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
-from pdstore.store.wrappers import guard_of, problem_of
+from pdstore.store.guard import guard_of, problem_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)

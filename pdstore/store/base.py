@@ -15,10 +15,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from pdstore.errors import BadValue, StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
+
+P = TypeVar("P")
 
 MAX_KEY_CHARS = 200
 FRESH_S = 1.0
@@ -73,7 +75,8 @@ class Store(ABC):
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
 
     `pdstore.testing.StoreTests` has the tests of this contract. `pdstore.store.optional` has the
-    calls that only some stores offer.
+    calls that only some stores offer, `pdstore.store.transfer` those for a way of their own to move
+    values.
     """
 
     label: str
@@ -135,6 +138,14 @@ class Store(ABC):
     def codes(self) -> Mapping[str, int]:
         """Returns how often the store's library gave each error code so far, by the code's name."""
         return {}
+
+    def optional(self, protocol: type[P]) -> P | None:
+        """Returns an object that has a protocol's calls for this store; None if it lacks them.
+
+        A wrapper or a composite decides itself what it can offer of what it consists of.
+        protocol: of `pdstore.store.optional`, or `pdstore.store.transfer.MovesValues`.
+        """
+        return self if isinstance(self, protocol) else None
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,7 @@ An entry point of the group `pdstore.stores` names a class with `open(url, setti
 the options that it knows from the StoreURL, refuses all others by `url.finish`, and returns a store
 that is not connected yet. The class may also have `check(url, settings)`, which an engine calls
 before it starts. `check` raises ConfigError for a URL that `open` would refuse; it makes no file,
-no connection and no log line.
+no connection and no log line. `place(url, settings)` returns a `pdstore.store.url.Place`.
 
 connect_store: opens the store at PDSTORE_STORE for an engine; adds encryption, breaker and metrics.
 """
@@ -26,10 +26,10 @@ from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.optional import TellsRoom, find_optional
+from pdstore.store.guard import OPEN_S, GuardedStore, guard_of
+from pdstore.store.optional import TellsRoom
 from pdstore.store.seal import read_seal_keys, seal_store
-from pdstore.store.url import StoreURL
-from pdstore.store.wrappers import OPEN_S, GuardedStore, guard_of
+from pdstore.store.url import Place, StoreURL
 from pdstore.threads import Deadline, Ticker
 
 GROUP = "pdstore.stores"
@@ -74,6 +74,14 @@ def check_url(url: str, settings: Settings) -> None:
     found = _load(entry)
     if "check" in vars(found):  # an inherited `check` is for another class's options
         methodcaller("check", parsed, settings)(found)
+
+
+def place_of(url: str, settings: Settings) -> Place:
+    """Returns where the store at a URL keeps its values; opens nothing. Raises ConfigError."""
+    entry, parsed = _entry_for(url)
+    place = getattr(_load(entry), "place", None)
+    found = place(parsed, settings) if callable(place) else Place()
+    return found if isinstance(found, Place) else Place()
 
 
 def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
@@ -232,7 +240,7 @@ class RoomWatch:
     """
 
     def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:
-        self._store = find_optional(store, TellsRoom)
+        self._store = store.optional(TellsRoom)
         self._guard = guard_of(store)
         self._metrics = metrics
         self._every_s = every_s

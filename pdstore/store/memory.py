@@ -14,7 +14,7 @@ from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.url import StoreURL
+from pdstore.store.url import Place, Reach, StoreURL
 
 DEFAULT_LEASE_S = 10.0
 
@@ -142,6 +142,10 @@ class MemoryStore(Store):
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
         _options_of(url)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        return Place(Reach.PROCESS)
 
     @property
     def lease_s(self) -> float:

@@ -1,17 +1,15 @@
-"""Optional protocols: what some stores offer beyond the contract; `find_optional` finds one."""
+"""Optional protocols: what some stores offer beyond the contract; `Store.optional` finds one."""
 
 # Decision: docs/decisions/004-store-contract.md
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
-from pdstore.store.wrappers import GuardedStore, WrapperStore
 
 
 @runtime_checkable
@@ -162,54 +160,20 @@ class EvictsByUse(Protocol):
         """
 
 
-P = TypeVar("P")
+@runtime_checkable
+class RenewsUnread(Protocol):
+    """A store that knows which values have been read since they were stored."""
 
-_VERBS: Mapping[str, str] = {
-    "which_stored": "match",
-    "renew": "match",
-    "get_right": "get",
-    "start_scatter": "get",
-    "put_sealed": "put",
-    "fill": "put",
-}
-"""The optional calls that `GuardedStore` guards and measures, each with a similar call of `Store`.
+    def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
+        """Matches keys, but leases no value again that was read after the prompt's saves stored it.
 
-Other optional calls match no key and move no value, so they are neither guarded nor measured.
-"""
-
-
-def find_optional(store: Store, protocol: type[P]) -> P | None:
-    """Returns an object that has a protocol's calls for a store; None if the store lacks them.
-
-    For a store that wraps none, the object is the store itself. For a `GuardedStore`, the object's
-    calls go through `around`. Any other wrapper offers only the protocols in its `passes`.
-
-    protocol: a protocol of this module, or a class of stores.
-    """
-    if isinstance(store, WrapperStore) and protocol in store.passes:
-        return find_optional(store.wrapped, protocol)
-    if not isinstance(store, GuardedStore):
-        return store if isinstance(store, protocol) else None
-    inner = find_optional(store.wrapped, protocol)
-    return None if inner is None else cast(P, _Guarded(store, inner))
+        first, since: the index of the first key that they stored, and when they began (monotonic).
+        """
 
 
 def num_evicted(store: Store) -> int | None:
     """Returns how many values the store's keeper evicted since its start; None if not known."""
-    teller = find_optional(store, TellsRoom)
+    teller = store.optional(TellsRoom)
     with contextlib.suppress(StoreError):
         return teller.room().num_evicted if teller is not None else None
     return None
-
-
-class _Guarded:
-    """The optional calls of a store; those in `_VERBS` go through `GuardedStore.around`."""
-
-    def __init__(self, guard: GuardedStore, inner: object) -> None:
-        self._guard = guard
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self._inner, name)
-        verb = _VERBS.get(name)
-        return found if verb is None else partial(self._guard.around, verb, found)

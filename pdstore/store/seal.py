@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, Reason, StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.settings import Settings
-from pdstore.store.arena.store import ArenaStore
 from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
-from pdstore.store.optional import EvictsByUse, FindsKeys, TellsChanges, TellsRoom, find_optional
+from pdstore.store.optional import EvictsByUse, FindsKeys, TellsChanges, TellsRoom
+from pdstore.store.transfer import MovesValues
 from pdstore.store.wrappers import WrapperStore
 
 if TYPE_CHECKING:  # pdstore without extras does not install `cryptography`
@@ -40,8 +40,8 @@ class Encrypted(WrapperStore):
     because it only tells pools apart, and instances with other seal keys must read it.
 
     Values pass through memory of the wrapped store (`Store.allocate`), a batch at a time. Each
-    running call holds `batch_bytes` of such memory, or more if one value needs more. Values of an
-    arena pass through such memory, too, instead of being copied in place.
+    running call holds `batch_bytes` of such memory, or more if one value needs more. A store's own
+    way to move values (`MovesValues`) is not used.
     """
 
     passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse)
@@ -156,7 +156,7 @@ def seal_store(store: Store, settings: Settings) -> Store:
             return store
         inner = inner.wrapped
     envelopes = Envelopes(keys)
-    how = ", through staging" if find_optional(store, ArenaStore) else ""
+    how = ", through staging" if store.optional(MovesValues) else ""
     log.info("%s: values are encrypted%s; seal key %s", store.label, how, envelopes.key_id.hex())
     return Encrypted(store, envelopes)
 

@@ -1,10 +1,13 @@
-"""StoreURL: the parts of a store URL."""
+"""StoreURL: the parts of a store URL. Place: where a store's values are, as its URL tells."""
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from pdstore.errors import ConfigError
@@ -183,3 +186,41 @@ def without_secret(text: str) -> str:
 
 def _is_without_password(scheme: str) -> bool:
     return scheme.rpartition("+")[2] in _WITHOUT_PASSWORD
+
+
+class Reach(enum.Enum):
+    """Processes that can share a store."""
+
+    PROCESS = "one process"
+    HOST = "the processes of one host and one user"
+    SHARED = "all hosts that see the same directory or server"
+
+
+class Place(NamedTuple):
+    """Where the values of a store are; `pdstore.store.connect.place_of` tells it and opens nothing.
+
+    The class that serves a URL's scheme may have `place(url, settings)` beside `check`. A class
+    without it serves a place that all hosts share and of which nothing else is known.
+
+    path: the file or directory that keeps them, also if it does not exist yet; None for a server.
+    is_memory: True if the values lie in memory that processes map, so that blocks are copied there.
+    trial_url: opening the store makes `path` and settles how large it is, so a check opens this URL
+      instead while there is no `path`; None if the store may be opened for a check.
+    locks_memory: True if the store locks staging's memory, as RDMA does.
+    encrypted_scheme: what the URL should begin with, if it sends KV and the password to another
+      host without encryption.
+    why_two: text that says why this URL may name two places, as an end of a sentence.
+    """
+
+    reach: Reach = Reach.SHARED
+    path: Path | None = None
+    is_memory: bool = False
+    trial_url: str | None = None
+    locks_memory: bool = False
+    encrypted_scheme: str | None = None
+    why_two: str = ""
+
+    @property
+    def missing_path(self) -> Path | None:
+        """The file or directory that opening the store would make; None if there is nothing."""
+        return None if self.path is None or self.path.exists() else self.path

@@ -14,7 +14,7 @@ from typing import TypeVar
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store, count_of, stored_among
-from pdstore.store.optional import FindsKeys, TellsChanges, find_optional
+from pdstore.store.optional import FindsKeys, TellsChanges
 from pdstore.threads import Deadline, Ticker, call_or
 
 T = TypeVar("T")
@@ -106,8 +106,8 @@ class KeyWatch:
         self, store: Store, *, name: str, patience_s: float = 1.0, pace: Pace | None = None
     ) -> None:
         self._store = store
-        self._finder = find_optional(store, FindsKeys)
-        self._teller = find_optional(store, TellsChanges)
+        self._finder = store.optional(FindsKeys)
+        self._teller = store.optional(TellsChanges)
         told = Pace(last_s=_TOLD_LAST_S, share=2)
         self._pace = pace or (told if self._teller is not None else Pace())
         self._patience_s = patience_s

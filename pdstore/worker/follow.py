@@ -35,7 +35,7 @@ class _Lane:
     def __init__(self, work: LoadWork, layer_range: int, after: _Lane | None = None) -> None:
         self._work = work
         self._prompt = work.prompt
-        self._split = work.mover.way.split
+        self._split = work.mover.transfer.split
         self._layer_range = layer_range
         self._after = after
         self._released = work.first_token // self._prompt.layout.block_tokens

@@ -1,4 +1,4 @@
-"""Job: one save or load in flight. Work: what a job has to do. ChildJob: one worker's work at it.
+"""Job: one save or load in flight. Work: what a job has to do. WorkerTurn: one worker's work at it.
 
 Each job has a lock, which guards the shares of its work, the running copies and its end. No store
 call, copy or watcher runs while the lock is held. Nothing here may be called from a signal handler,
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from pdstore.errors import (
     Direction,
@@ -28,6 +27,7 @@ from pdstore.errors import (
     StoreError,
     reason_of,
 )
+from pdstore.store.transfer import Shortfall
 from pdstore.threads import Deadline, call_or
 
 log = logging.getLogger(__name__)
@@ -39,13 +39,6 @@ class Urgency(enum.IntEnum):
     MARKER = 0  # a few bytes that another instance waits for; no queue limit refuses this job
     HANDOFF = 1  # another instance waits for these blocks, or for those after them
     ORDINARY = 2
-
-
-class Shortfall(NamedTuple):
-    """The reason why a job did less than all of its work; the exception behind it, if any."""
-
-    reason: Reason
-    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -83,7 +76,7 @@ class Work:
         """Returns a share that is ready; the caller does it."""
         raise NotImplementedError
 
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         """Ends the job's work after its last share. Returns why not all work was done, or None.
 
         shortfall: the first shortfall of a share, or None. After a shortfall, shares may be left
@@ -124,7 +117,7 @@ class Job:
         self._lock = work.lock
         self._work: Work | None = work  # None from the end on
         self._shortfall: Shortfall | None = None
-        self._num_children = 0
+        self._num_turns = 0
         self._is_finishing = False
         self._num_copies = 0
         self._is_ending = False
@@ -201,9 +194,9 @@ class Job:
         """Starts the time limit, after the job has waited for earlier jobs."""
         self.deadline.at = Deadline(self._seconds).at  # also for who waits until it already
 
-    def begin_child(
-        self, goes_on: Callable[[Job], bool], left: Callable[[ChildJob], None]
-    ) -> ChildJob | None:
+    def begin_turn(
+        self, goes_on: Callable[[Job], bool], left: Callable[[WorkerTurn], None]
+    ) -> WorkerTurn | None:
         """Adds a worker to the job; returns None if the worker would have nothing to do.
 
         goes_on: called after each share; True if the worker should do the job's next share as well.
@@ -212,8 +205,8 @@ class Job:
         with self._lock:
             if not self._num_ready():
                 return None
-            self._num_children += 1
-            return ChildJob(self, goes_on, left)
+            self._num_turns += 1
+            return WorkerTurn(self, goes_on, left)
 
     def end_with(self, reason: Reason | None, error: Exception | None = None) -> None:
         """Ends the job unless it has ended: immediately, or after block copies that run now."""
@@ -235,7 +228,7 @@ class Job:
     def _num_ready(self) -> int:
         if self._is_ending or self._is_finishing:
             return 0
-        return self._num_shares() or int(not self._num_children and self._is_at_end())
+        return self._num_shares() or int(not self._num_turns and self._is_at_end())
 
     def _num_shares(self) -> int:
         return 0 if self._work is None or self._shortfall else self._work.num_ready
@@ -263,7 +256,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class ChildJob:
+class WorkerTurn:
     """One worker's work at a job: one share after the other.
 
     Only that worker's thread calls it, but any thread may read `is_hung`. The worker may leave one
@@ -273,9 +266,17 @@ class ChildJob:
 
     job: Job
     goes_on: Callable[[Job], bool]
-    left: Callable[[ChildJob], None]
+    left: Callable[[WorkerTurn], None]
     _is_in_store: bool = field(default=False, init=False)
     _under_way: Callable[[], None] | None = field(default=None, init=False)
+
+    @property
+    def direction(self) -> Direction:
+        return self.job.direction
+
+    @property
+    def deadline(self) -> Deadline:
+        return self.job.deadline
 
     @property
     def is_over(self) -> bool:
@@ -332,11 +333,11 @@ class ChildJob:
         """Concludes the work if nothing is left to do and no other worker is at the job."""
         job = self.job
         with job._lock:
-            is_last = job._num_children == 1 and job._is_at_end() and not job._is_ending
+            is_last = job._num_turns == 1 and job._is_at_end() and not job._is_ending
             work = job._work if is_last else None
             job._is_finishing = is_last
             if work is None:
-                job._num_children -= 1
+                job._num_turns -= 1
                 return
         shortfall = work.conclude(self, job._shortfall)
         del work
@@ -385,7 +386,7 @@ class ChildJob:
         self.raise_if_over()
 
     def finish_copy(self, following: Callable[[], None] | None = None) -> None:
-        """Waits for the running copy, if there is one. The next copy may have begun already.
+        """Waits for the copy in flight. `following` is the next one, which may run already.
 
         following: waits for the next copy, gives back its slots and ends its `copying`.
         """
@@ -394,7 +395,7 @@ class ChildJob:
             finish()
 
 
-Share = Callable[[ChildJob], Reason | None]
+Share = Callable[[WorkerTurn], Reason | None]
 """A function that moves some blocks. Returns why it did not move all, or None; may raise."""
 
 

@@ -35,7 +35,7 @@ from pdstore.errors import (
 )
 from pdstore.metrics import Metrics
 from pdstore.threads import Deadline, Ticker, Worker
-from pdstore.worker.job import ChildJob, Job, Urgency
+from pdstore.worker.job import Job, Urgency, WorkerTurn
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class JobQueue:
         self._offered: set[Job] = set()  # the jobs in `_ready` and `_uncomputed`
         self._numbers = itertools.count()
         self._num_busy = dict.fromkeys(Direction, 0)
-        self._children: set[ChildJob] = set()
+        self._turns: set[WorkerTurn] = set()
         self._timed: set[Job] = set()  # jobs that wait for no other job: their time runs
         self._is_closing = False
         self._is_closed = False
@@ -159,7 +159,7 @@ class JobQueue:
         if self.is_in_child:
             return 0
         with self._has_ready:
-            return sum(child.is_hung for child in self._children)
+            return sum(turn.is_hung for turn in self._turns)
 
     @property
     def problem(self) -> str | None:
@@ -252,18 +252,18 @@ class JobQueue:
         is_ordinary = job.urgency is Urgency.ORDINARY
         self._has_ready.notify(min(num_ready, self._most_woken) if is_ordinary else num_ready)
 
-    def _next_turn(self) -> ChildJob | None:
-        """Waits for a job and returns the worker's child job; None after the queue is closed."""
+    def _next_turn(self) -> WorkerTurn | None:
+        """Waits for a job and returns the worker's turn job; None after the queue is closed."""
         with self._has_ready:
             while not self._is_closed:
                 job = self._choose()
                 if job is None:
                     self._has_ready.wait()
-                elif (child := job.begin_child(self._goes_on, self._turn_ended)) is not None:
+                elif (turn := job.begin_turn(self._goes_on, self._turn_ended)) is not None:
                     self._waiting[job.direction].pop(job, None)
                     self._num_busy[job.direction] += 1
-                    self._children.add(child)
-                    return child
+                    self._turns.add(turn)
+                    return turn
         return None
 
     def _choose(self) -> Job | None:
@@ -322,10 +322,10 @@ class JobQueue:
                 self._has_ready.notify()  # another worker may do the shares that are left
         return chosen is job
 
-    def _turn_ended(self, child: ChildJob) -> None:
+    def _turn_ended(self, turn: WorkerTurn) -> None:
         with self._has_ready:
-            self._num_busy[child.job.direction] -= 1
-            self._children.discard(child)
+            self._num_busy[turn.job.direction] -= 1
+            self._turns.discard(turn)
 
     def _forget(self, job: Job) -> None:
         """Removes a job that has ended from the queue, and counts its end."""

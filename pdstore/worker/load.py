@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
-from pdstore.worker.job import ChildJob, Share, Shortfall, Work
-from pdstore.worker.movers import Mover
-from pdstore.worker.store_ends import Move
-from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, Values
+from pdstore.format.values import BlockRange, Values
+from pdstore.store.transfer import Move, ReadyEvent, Shortfall
+from pdstore.worker.job import Share, Work, WorkerTurn
+from pdstore.worker.mover import Mover
+from pdstore.worker.values import PromptBlocks
 
 
 @dataclass(eq=False)
@@ -96,14 +96,14 @@ class LoadWork(Work):
             pass
         return partial(self._load, piece)
 
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be first in time."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [piece for pieces in self._released.values() for piece in pieces]
         if gaps:
-            if any(gap.reason in self.mover.ends.removed for _, gap in gaps):
-                self._remove_wrong(child, released)
+            if any(gap.reason in self.mover.context.removed for _, gap in gaps):
+                self._remove_wrong(turn, released)
             return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
         return Shortfall(cut) if shortfall is None and cut is not None else shortfall
 
@@ -115,8 +115,8 @@ class LoadWork(Work):
         """Returns the first missing block of a block range that has a gap."""
         return max(piece.blocks.first, piece.reached // self.prompt.layout.block_tokens)
 
-    def _load(self, piece: _Piece, child: ChildJob) -> Reason | None:
-        self.ready = self.mover.ends.swap.to_follow(self.ready)
+    def _load(self, piece: _Piece, turn: WorkerTurn) -> Reason | None:
+        self.ready = self.mover.context.copies.device_event_or_wait(self.ready)
         values = self.prompt.values(piece.blocks, piece.layer_range)
         if not values:  # a sliding window has moved past these blocks
             with self.lock:
@@ -127,22 +127,22 @@ class LoadWork(Work):
         move = Move(values, self.ready, self.first_token)
         try:
             while move.values and gap is None:
-                gap, rest = self.mover.way.load_window(child, move, loaded)
+                gap, rest = self.mover.transfer.load_window(turn, move, loaded)
                 move = move._replace(values=rest)
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
-            child.finish_copy()  # values of this copy lie before the gap, so they still count
+            turn.finish_copy()  # values of this copy lie before the gap, so they still count
             with self.lock:
                 self._gaps.append((piece, gap))
         return None  # so the job goes on: other layer ranges are loaded up to the gap
 
-    def _remove_wrong(self, child: ChildJob, released: Sequence[_Piece]) -> None:
+    def _remove_wrong(self, turn: WorkerTurn, released: Sequence[_Piece]) -> None:
         with contextlib.suppress(StoreError):  # the load has a reason for its shortfall already
             for piece in released:
                 if piece.reached < self._end_of(piece):
                     values = self.prompt.values(piece.blocks, piece.layer_range)
-                    self.mover.remove_wrong(child, values)
+                    self.mover.remove_wrong(turn, values)
 
     def _note_loaded(
         self, piece: _Piece, wanted: Values, values: Values, why: Reason | None

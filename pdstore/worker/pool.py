@@ -21,19 +21,20 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
+from pdstore.store.guard import problem_of
+from pdstore.store.transfer import RANGE_BYTES, ReadyEvent
 from pdstore.store.watch import KeyWatch
-from pdstore.store.wrappers import problem_of
 from pdstore.threads import Deadline
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Heartbeat
 from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
 from pdstore.worker.load import LoadWork
-from pdstore.worker.movers import open_mover
+from pdstore.worker.mover import open_mover
 from pdstore.worker.save import MarkWork, OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import LayerCache, ReadyEvent, Swap
-from pdstore.worker.values import RANGE_BYTES, PromptBlocks, Tables, bytes_of
+from pdstore.worker.swap.base import LayerCache, Swap
+from pdstore.worker.values import PromptBlocks, Tables, bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class KVPool:
             self._mover = open_mover(settings, layout, swap, store, self.metrics, range_bytes, undo)
             undo.callback(swap.close)  # it must be closed before its memory is unpinned
             pin = DevicePin(swap.device, swap.device_api)
-            split = self._mover.way.split
+            split = self._mover.transfer.split
             num_workers = settings.workers or split.num_workers
             self._queue = JobQueue(num_workers, pin, self.metrics, split.most_woken, max_jobs)
             undo.callback(self._queue.close, 0.0)
@@ -101,14 +102,14 @@ class KVPool:
     @property
     def problem(self) -> str | None:
         """A sentence on the store's last failure or on its hung calls; None while all is well."""
-        return self._queue.problem or problem_of(self._mover.ends.store)
+        return self._queue.problem or problem_of(self._mover.context.store)
 
     def ready(self, timeout_s: float | None = None) -> None:
         """Waits until host memory is pinned; then graphs may be captured. Jobs wait for it as well.
 
         timeout_s: None means 30 s plus 1 s for each GB. Raises SwapError or TimeoutError.
         """
-        memory = self._mover.way.memory
+        memory = self._mover.transfer.memory
         if timeout_s is None:
             timeout_s = _PIN_S + memory.num_bytes / _BYTES_PER_S
         memory.ready(timeout_s)
@@ -250,7 +251,7 @@ class KVPool:
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:
-            split = self._mover.way.split  # so a share of a load is as large as one of a save
+            split = self._mover.transfer.split  # so a share of a load is as large as one of a save
             work.release(split.ranges(first_block, len(keys), num_bytes // split.at_once))
             work.close()
         self._queue.submit(job)
@@ -333,7 +334,7 @@ class KVPool:
             self.namespace.hex,
             self._settings.role,
             ", ".join(sorted({plan.path for plan in out + back})),
-            self._mover.way.memory.num_bytes >> 20,
+            self._mover.transfer.memory.num_bytes >> 20,
             num_workers,
             empty_settings(self._settings),
         )

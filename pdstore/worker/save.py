@@ -15,12 +15,12 @@ from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
+from pdstore.format.values import BlockRange, Values
+from pdstore.store.transfer import Move, ReadyEvent, Shortfall
 from pdstore.threads import Deadline, call_or
-from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Work
-from pdstore.worker.movers import Mover
-from pdstore.worker.store_ends import Move
-from pdstore.worker.swap.base import ReadyEvent
-from pdstore.worker.values import BlockRange, PromptBlocks, Values, bytes_of
+from pdstore.worker.job import Job, Share, Work, WorkerTurn
+from pdstore.worker.mover import Mover
+from pdstore.worker.values import PromptBlocks, bytes_of
 
 _MOST_ROUNDS = 3
 _NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
@@ -67,11 +67,11 @@ class SaveWork(Work):
 
     @property
     def num_ready(self) -> int:
-        return -(-len(self._waiting) // self.mover.way.split.at_once)
+        return -(-len(self._waiting) // self.mover.transfer.split.at_once)
 
     @property
     def is_computed(self) -> bool:
-        count = min(self.mover.way.split.at_once, len(self._waiting))
+        count = min(self.mover.transfer.split.at_once, len(self._waiting))
         ready = self._waiting[count - 1].ready if count else None  # the last to fire of a share
         # if it cannot be asked, the share meets the error
         return ready is None or call_or(lambda: ready.query(), True)
@@ -96,50 +96,50 @@ class SaveWork(Work):
             self._waiting += [_Piece(blocks, layer_range, ready) for blocks in ranges]
 
     def next_share(self) -> Share:
-        count = min(self.mover.way.split.at_once, len(self._waiting))
+        count = min(self.mover.transfer.split.at_once, len(self._waiting))
         return partial(self._save, [self._waiting.popleft() for _ in range(count)])
 
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         if self.handoff is not None:
-            return self._publish(child, self.handoff, shortfall)
-        child.set_captured()
-        missing = self._first_missing(child, self.first_block, shortfall)
+            return self._publish(turn, self.handoff, shortfall)
+        turn.set_captured()
+        missing = self._first_missing(turn, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
-    def _save(self, pieces: Sequence[_Piece], child: ChildJob) -> Reason | None:
-        first, is_admitted = self._plan(child)
+    def _save(self, pieces: Sequence[_Piece], turn: WorkerTurn) -> Reason | None:
+        first, is_admitted = self._plan(turn)
         if not is_admitted:
             return Reason.NOT_ADMITTED
         moves = []
         for blocks, layer_range, event in pieces:
-            ready = self.mover.ends.swap.to_follow(event)
+            ready = self.mover.context.copies.device_event_or_wait(event)
             missing = BlockRange(min(max(blocks.first, first), blocks.stop), blocks.stop)
             if values := self.prompt.values(missing, layer_range):
-                moves.append(Move(values, ready, mends=partial(self._makes_room, child)))
+                moves.append(Move(values, ready, on_store_error=partial(self._makes_room, turn)))
             else:
-                self._note_copied(child)
+                self._note_copied(turn)
         if not moves:
             return None
-        reason = self.mover.way.save(child, moves, partial(self._note_copied, child))
+        reason = self.mover.transfer.save(turn, moves, partial(self._note_copied, turn))
         if reason is None and self.handoff is not None:
             for move in moves:  # because D loads them later
-                self._num_leased(child, move.values)
+                self._num_leased(turn, move.values)
         return reason
 
-    def _plan(self, child: ChildJob) -> tuple[int, bool]:
+    def _plan(self, turn: WorkerTurn) -> tuple[int, bool]:
         """Returns the first block to save, and whether the save may evict, for all shares."""
         if self._planned is None:
-            first = self._first_not_stored(child) if self.handoff is None else self.first_block
+            first = self._first_not_stored(turn) if self.handoff is None else self.first_block
             is_done = first == len(self.prompt.keys)
-            planned = first, self.is_awaited or is_done or self._is_worth_it(child, first)
+            planned = first, self.is_awaited or is_done or self._is_worth_it(turn, first)
             with self.lock:
                 self._planned = self._planned or planned
         return self._planned
 
-    def _first_not_stored(self, child: ChildJob) -> int:
+    def _first_not_stored(self, turn: WorkerTurn) -> int:
         """Matches the save's blocks, and tells the admission that they are used."""
         values, num_blocks = self.prompt.values_from(self.first_block), len(self.prompt.keys)
-        num_stored = self.mover.num_matched(child, values.keys)
+        num_stored = self.mover.num_matched(turn, values.keys)
         first = values.numbers[num_stored] if num_stored < len(values) else num_blocks
         if self.mover.admission is not None:
             used = 0 if self._is_first else self.first_block
@@ -147,25 +147,25 @@ class SaveWork(Work):
             self.mover.admission.saved(self.prompt.keys.hashes(first, num_blocks))
         return first
 
-    def _makes_room(self, child: ChildJob, error: StoreError) -> bool:
+    def _makes_room(self, turn: WorkerTurn, error: StoreError) -> bool:
         """Makes a full store evict, even leased values, for what it lacks of an awaited prompt."""
         by_use, values = self.mover.by_use, self.prompt.values_from(0)
         if by_use is None or not isinstance(error, StoreFull) or not self.is_awaited:
             return False
-        with child.in_store_call():
+        with turn.in_store_call():
             return by_use.make_room(values.keys, values.sizes)
 
-    def _is_worth_it(self, child: ChildJob, first: int) -> bool:
+    def _is_worth_it(self, turn: WorkerTurn, first: int) -> bool:
         """True if there is room, or if the admission agrees and the block before is stored."""
         admission, by_use = self.mover.admission, self.mover.by_use
         if admission is None or by_use is None:
             return True
-        with child.in_store_call():
+        with turn.in_store_call():
             oldest_s = by_use.oldest_age_s(self.prompt.values_from(first).sizes)
         if oldest_s is None or not admission.admits(oldest_s):
             return oldest_s is None
         before = self.prompt.values(BlockRange(max(0, first - 1), first)).keys
-        return self._is_first or not before or self.mover.num_matched(child, before) == len(before)
+        return self._is_first or not before or self.mover.num_matched(turn, before) == len(before)
 
     @property
     def _is_first(self) -> bool:
@@ -173,49 +173,50 @@ class SaveWork(Work):
         size = self.prompt.layout.block_tokens
         return self.first_save is not None and self.first_save[0] // size == self.first_block
 
-    def _num_leased(self, child: ChildJob, values: Values) -> int:
+    def _num_leased(self, turn: WorkerTurn, values: Values) -> int:
         """Returns how many leading values are stored; leases what D has not read yet."""
         first_token, began = self.first_save or (0, 0.0)
         first = bisect_left(values.numbers, first_token // self.prompt.layout.block_tokens)
-        return self.mover.num_matched(child, values.keys, self.first_save and (first, began))
+        return self.mover.num_matched(turn, values.keys, self.first_save and (first, began))
 
-    def _note_copied(self, child: ChildJob) -> None:
+    def _note_copied(self, turn: WorkerTurn) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""
         with self.lock:
             self._num_copying -= 1
             is_captured = self._are_all and not self._num_copying and self.handoff is None
         if is_captured:
-            child.set_captured()
+            turn.set_captured()
 
     def _publish(
-        self, child: ChildJob, handoff: HandoffId, shortfall: Shortfall | None
+        self, turn: WorkerTurn, handoff: HandoffId, shortfall: Shortfall | None
     ) -> Shortfall | None:
         """Saves again the blocks that the store has lost; tells D when the prompt is durable."""
         for saves_left in reversed(range(_MOST_ROUNDS)):
-            missing = self._first_missing(child, 0, shortfall)
+            missing = self._first_missing(turn, 0, shortfall)
             if missing is None:
-                return self._mark_stored(child, handoff)
+                return self._mark_stored(turn, handoff)
             # layers that are not released may not be computed yet, so they cannot be saved
             if shortfall is not None and (shortfall.error is not None or not self._are_all):
                 return shortfall
             if saves_left:
-                reason = self._save_again(child, missing)
+                reason = self._save_again(turn, missing)
                 shortfall = None if reason is None else Shortfall(reason)
         return shortfall or Shortfall(Reason.LOST)
 
-    def _save_again(self, child: ChildJob, first_block: int) -> Reason | None:
+    def _save_again(self, turn: WorkerTurn, first_block: int) -> Reason | None:
         """Saves the blocks from `first_block` on again, range by range; `put` skips stored ones."""
-        keys, ready = self.prompt.keys, self.mover.ends.swap.to_follow(self._ready)
+        keys, ready = self.prompt.keys, self.mover.context.copies.device_event_or_wait(self._ready)
         num_bytes = bytes_of(self.prompt.layout, keys, first_block)
-        for blocks in self.mover.way.split.ranges(first_block, len(keys), num_bytes):
-            move = Move(self.prompt.values(blocks), ready, mends=partial(self._makes_room, child))
-            reason = self.mover.way.save(child, [move], lambda: None)
+        for blocks in self.mover.transfer.split.ranges(first_block, len(keys), num_bytes):
+            values, makes_room = self.prompt.values(blocks), partial(self._makes_room, turn)
+            move = Move(values, ready, on_store_error=makes_room)
+            reason = self.mover.transfer.save(turn, [move], lambda: None)
             if reason is not None:
                 return reason
         return None
 
     def _first_missing(
-        self, child: ChildJob, first_block: int, shortfall: Shortfall | None
+        self, turn: WorkerTurn, first_block: int, shortfall: Shortfall | None
     ) -> int | None:
         """Matches the blocks from `first_block` on; sets `progress` to the tokens that are stored.
 
@@ -225,9 +226,9 @@ class SaveWork(Work):
         values, keys = self.prompt.values_from(first_block), self.prompt.keys
         try:
             if self.is_awaited:
-                stored = self._num_leased(child, values)
+                stored = self._num_leased(turn, values)
             else:
-                stored = self.mover.num_stored(child, values.keys)
+                stored = self.mover.num_stored(turn, values.keys)
         except StoreError:
             if shortfall is None:
                 raise
@@ -236,7 +237,7 @@ class SaveWork(Work):
         self._progress = keys.num_tokens if missing is None else keys.end_of(missing)
         return missing
 
-    def _mark_stored(self, child: ChildJob, handoff: HandoffId) -> Shortfall | None:
+    def _mark_stored(self, turn: WorkerTurn, handoff: HandoffId) -> Shortfall | None:
         """Tells D that this rank's shards are durable, if all pipeline stages have stored theirs.
 
         Each stage first puts its own marker and then matches the markers of all stages, so that the
@@ -246,16 +247,16 @@ class SaveWork(Work):
         shards, stages = layout.owned_shards, range(layout.num_stages)
         if layout.pipeline is not None:
             own = {n: handoff.stage_done(namespace, n, layout.pipeline.stage) for n in shards}
-            if (reason := self._mark(child, handoff, own)) is not None:
+            if (reason := self._mark(turn, handoff, own)) is not None:
                 return Shortfall(reason)
             ends = [handoff.stage_done(namespace, n, stage) for n in shards for stage in stages]
-            if self.mover.num_matched(child, ends) < len(ends):
+            if self.mover.num_matched(turn, ends) < len(ends):
                 return None
-        reason = self._mark(child, handoff, {n: handoff.done(namespace, n) for n in shards})
+        reason = self._mark(turn, handoff, {n: handoff.done(namespace, n) for n in shards})
         return None if reason is None else Shortfall(reason)
 
     def _mark(
-        self, child: ChildJob, handoff: HandoffId, keys: Mapping[int, BlockKey]
+        self, turn: WorkerTurn, handoff: HandoffId, keys: Mapping[int, BlockKey]
     ) -> Reason | None:
         """Puts markers under the keys of some shards."""
         namespace, num_shards = self.prompt.keys.namespace, self.prompt.layout.grid_shards
@@ -263,7 +264,7 @@ class SaveWork(Work):
             key: handoff.marker(namespace, shard, num_shards, self._progress)
             for shard, key in keys.items()
         }
-        return self.mover.mark(child, markers)
+        return self.mover.mark(turn, markers)
 
 
 @dataclass(eq=False)
@@ -273,8 +274,8 @@ class MarkWork(Work):
     mover: Mover
     markers: Mapping[BlockKey, block.Header]
 
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
-        reason = self.mover.mark(child, self.markers)
+    def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
+        reason = self.mover.mark(turn, self.markers)
         return None if reason is None else Shortfall(reason)
 
 
@@ -303,7 +304,7 @@ class OpenSave:
         self.job = job
         self._work = work
         self._prompt = work.prompt
-        self._split = work.mover.way.split
+        self._split = work.mover.transfer.split
         self._order = order
         self._wake = wake
         self._at_begin = at_begin

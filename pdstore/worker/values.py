@@ -1,129 +1,18 @@
-"""The blocks of a prompt that a job moves, their split into ranges, and the values of the blocks.
-
-Decision: values are kept as a column for each field. The columns are made a single time for a
-prompt and cut into shares. A large load moves thousands of values: code that ran in each share for
-each value would keep Python's lock from the engine's thread.
-"""
+"""PromptBlocks: the blocks of a prompt that a job moves, and the values of these blocks."""
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple
 
 from pdstore.format import block
-from pdstore.format.keys import BlockKey, Part, PromptKeys
+from pdstore.format.keys import Part, PromptKeys
 from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.values import BlockRange, Values
 
 Tables = tuple[Sequence[int], ...]
-
-RANGE_BYTES = 32 << 20
-"""The approximate bytes of a block range. With smaller ranges, workers wait for Python's lock;
-larger ranges do not fit the cores' caches."""
-
-
-class BlockRange(NamedTuple):
-    """Blocks of a prompt, by number: from `first` up to, not including, `stop`."""
-
-    first: int
-    stop: int
-
-
-class Split(NamedTuple):
-    """The way in which a job's blocks are split into ranges, and how early a save begins.
-
-    range_bytes: the approximate bytes of one range.
-    many: a job of fewer ranges is split into this many smaller ranges, none of them smaller than
-      `range_bytes / many`, so that several workers share it. 1 makes no such split: the library
-      spreads the work on one range over the processors.
-    at_once: how many ranges a worker moves in one share, because a call of the library takes them.
-    num_workers: the default of PDSTORE_WORKERS: up to 16, because the calls of most stores wait.
-    most_woken: how many workers a job wakes that no other instance waits for. Each of them takes
-      Python's lock from the engine; the library needs only one to keep the device busy.
-    early_ranges: a layer range of this many block ranges or more is saved before later layers are
-      computed. Smaller layer ranges are saved together, because each save takes time in Python.
-    """
-
-    range_bytes: int = RANGE_BYTES
-    many: int = 8
-    at_once: int = 1
-    num_workers: int = max(4, min(16, len(os.sched_getaffinity(0))))
-    most_woken: int = 1 << 16
-    early_ranges: int = 4
-
-    @classmethod
-    def of_arena(cls, range_bytes: int) -> Split:
-        """Returns the split for copies in an arena's memory, which run little Python code."""
-        return cls(range_bytes, 1, at_once=8, num_workers=4, most_woken=1, early_ranges=2)
-
-    @classmethod
-    def of_files(cls, range_bytes: int) -> Split:
-        """Returns the split for files that the library's threads share: large ranges."""
-        return cls(4 * range_bytes, 4, num_workers=4, most_woken=2, early_ranges=1)
-
-    @property
-    def early_bytes(self) -> int:
-        """Minimum bytes of a layer range that is saved while later layers are computed."""
-        return self.early_ranges * self.range_bytes
-
-    def ranges(self, first: int, stop: int, num_bytes: int) -> list[BlockRange]:
-        """Splits the blocks first..stop, which have `num_bytes` bytes, into even ranges."""
-        least_bytes = max(1, self.range_bytes // self.many)
-        wanted = max(num_bytes // self.range_bytes, min(self.many, num_bytes // least_bytes))
-        count = max(1, min(wanted, stop - first))
-        ends = [first + (stop - first) * i // count for i in range(count + 1)]
-        return [BlockRange(*ends) for ends in pairwise(ends)]
-
-
-@dataclass(frozen=True)
-class Values:
-    """Values of a prompt in key order; the i-th entry of each column belongs to the i-th value.
-
-    keys: the value's key in the store.
-    starts: the first bytes of the value, as `block.start_of` makes them from its header.
-    sizes: the value's bytes, header included.
-    numbers: the index of the value's block in the prompt.
-    parts: the layers and heads that the value holds.
-    block_ids: the engine blocks that hold the tokens of the value's block.
-    num_cells: the block's number of tokens for block copies, where a packed page counts as one.
-    num_counted: the block's number of tokens if the value is the block's first one on this rank,
-      else 0: so a sum over all values counts each block once.
-    """
-
-    keys: Sequence[BlockKey]
-    starts: Sequence[bytes]
-    sizes: Sequence[int]
-    numbers: Sequence[int]
-    parts: Sequence[Part]
-    block_ids: Sequence[Sequence[int]]
-    num_cells: Sequence[int]
-    num_counted: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, part: slice) -> Values:
-        return Values(*[column[part] for column in vars(self).values()])
-
-    def chosen(self, indices: Sequence[int]) -> Values:
-        """Returns the values at these indices."""
-        return Values(*[[column[i] for i in indices] for column in vars(self).values()])
-
-    def num_whole(self, count: int) -> int:
-        """Returns how many of the first `count` values make up whole blocks."""
-        while 0 < count < len(self) and self.numbers[count] == self.numbers[count - 1]:
-            count -= 1
-        return count
-
-    def blocks(self) -> Iterator[Values]:
-        """Yields the values of one block after the other."""
-        firsts = {number: i for i, number in reversed([*enumerate(self.numbers)])}
-        for first, stop in pairwise(sorted({*firsts.values(), len(self)})):
-            yield self[first:stop]
 
 
 @dataclass(eq=False)
@@ -216,7 +105,7 @@ class PromptBlocks:
         count, num_values = len(firsts), len(firsts) * len(parts)
         return Values(
             keys=keys.store_keys(parts, *blocks),
-            starts=[start + name for name in keys.hashes(*blocks) for start in starts],
+            header_prefixes=[start + name for name in keys.hashes(*blocks) for start in starts],
             sizes=[block.HEADER_BYTES + header.payload_bytes for header in headers] * count,
             numbers=[n for n in range(*blocks) for _ in parts],
             parts=[*parts] * count,

@@ -16,9 +16,9 @@ from pdstore.errors import JobResult, Reason, StoreFull, StoreUnavailable, SwapE
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
+from pdstore.store.transfer import RANGE_BYTES
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.swap.base import ReadyEvent, TorchSwap
-from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually
 
 BLOCKS = list(range(80))

@@ -19,8 +19,8 @@ from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.store.connect import connect_store
+from pdstore.store.guard import OPEN_S, guard_of
 from pdstore.store.url import without_secret
-from pdstore.store.wrappers import OPEN_S, guard_of
 from pdstore.testing.values import start_background
 from tests.support.kv import BLOCK_BYTES, Instance, eventually, patience
 

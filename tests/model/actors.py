@@ -20,18 +20,20 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
+from pdstore.store.reading import BAD
+from pdstore.store.transfer import Split, TransferContext
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import put_beat
-from pdstore.worker.job import ChildJob, Job
+from pdstore.worker.job import Job, WorkerTurn
 from pdstore.worker.load import LoadWork
-from pdstore.worker.movers import Mover
-from pdstore.worker.reading import Ends
+from pdstore.worker.mover import Mover
 from pdstore.worker.save import MarkWork, SaveWork
-from pdstore.worker.staging import Staging
-from pdstore.worker.store_ends import StagedEnd
 from pdstore.worker.swap.base import TorchSwap
-from pdstore.worker.values import PromptBlocks, Split
+from pdstore.worker.transfer.copies import SwapCopies
+from pdstore.worker.transfer.staged import StagedTransfer
+from pdstore.worker.transfer.staging import Staging
+from pdstore.worker.values import PromptBlocks
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.watch import STALL_S, Rules, Watch
 from tests.support.clock import Clock
@@ -323,8 +325,11 @@ class Actors:
 
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)
-        ends = Ends(rank.layout, swap, store, self._metrics)
-        return Mover(ends, StagedEnd(ends, rank.staging, 1))
+        copies = SwapCopies(rank.layout, swap)
+        context = TransferContext(
+            rank.layout, store, copies, self._metrics, BAD, 1, pin=None, staged=None
+        )
+        return Mover(context, StagedTransfer(context, rank.staging, Split(1)))
 
     def _mark(self, mover: Mover, key: BlockKey, marker: Header) -> None:
         carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), seconds=60))
@@ -332,12 +337,12 @@ class Actors:
 
 def carry(job: Job) -> JobResult | None:
     """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
-    while (child := job.begin_child(lambda _: True, lambda _: None)) is not None:
+    while (child := job.begin_turn(lambda _: True, lambda _: None)) is not None:
         call_child(child)
     return job.result
 
 
-def call_child(child: ChildJob) -> None:
+def call_child(child: WorkerTurn) -> None:
     try:
         child.run()
     except Exception as error:  # noqa: BLE001 - as the worker threads do

@@ -13,10 +13,10 @@ from pdstore.format.layout import LayerSpec, Layout
 from pdstore.native.library import CopyPath, address_of
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
-from pdstore.worker.staging import Staging
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import TorchSwap
 from pdstore.worker.swap.native import DEFAULT_STREAM, NativeSwap
+from pdstore.worker.transfer.staging import Staging
 from tests.support import kv, native_kit
 from tests.support.arena_kit import place_of
 from tests.support.gpu_kit import gpu_instance, rig, spin

@@ -14,8 +14,8 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import FORMAT_VERSION, Namespace, Part
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
+from pdstore.store.guard import GuardedStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.wrappers import GuardedStore
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of

@@ -9,10 +9,11 @@ import pytest
 from pdstore.errors import StoreDenied, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.metrics import Metrics
-from pdstore.native.arena import Filled
 from pdstore.store import open_store
 from pdstore.store.base import Slots
-from pdstore.store.wrappers import GuardedStore, WrapperStore, problem_of
+from pdstore.store.guard import GuardedStore, problem_of
+from pdstore.store.transfer import Moved
+from pdstore.store.wrappers import WrapperStore
 from tests.support.clock import Clock
 from tests.support.kv import eventually, settings_of
 from tests.support.scripted_store import Scripted
@@ -173,7 +174,7 @@ def test_want_of_room_is_a_problem_until_a_put_succeeds():
     assert problem_of(wrapped) == "full"
     wrapped.put(KEYS, slots)
     assert problem_of(wrapped) is None
-    wrapped.wrapped.around("put", lambda _: Filled([], 0, StoreFull("full too")), KEYS)
+    wrapped.wrapped.around("put", KEYS, lambda: Moved(None, error=StoreFull("full too")))
     assert problem_of(wrapped) == "full too"
     assert problem_of(Scripted()) is None
 

@@ -1,4 +1,4 @@
-"""find_optional: what a store offers beyond the contract, and what its wrappers let through."""
+"""Store.optional: what a store offers beyond the contract, and what its wrappers let through."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 from pdstore.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdstore.metrics import Metrics
+from pdstore.store.guard import GuardedStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys, find_optional
-from pdstore.store.wrappers import GuardedStore, WrapperStore
+from pdstore.store.optional import FindsKeys, RenewsUnread
+from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import empty_slots, fresh_keys
 from tests.support.kv import eventually
 
@@ -24,7 +25,7 @@ class Offering(MemoryStore):
         super().__init__()
         self.calls = []
 
-    def put_sealed(self, keys, slots, starts, engine):
+    def renew(self, keys, first, since):
         return len(keys)
 
     def which_stored(self, keys):
@@ -55,29 +56,30 @@ def store():
 
 @pytest.mark.parametrize("protocol", [FindsKeys, MemoryStore])
 def test_a_protocol_is_found_through_wrappers_that_change_no_answer_and_no_others(store, protocol):
-    assert find_optional(store, protocol) is store
-    assert find_optional(wrapped(store), protocol) is not None
-    assert find_optional(WrapperStore(store), protocol) is None
-    assert find_optional(wrapped(WrapperStore(store)), protocol) is None
+    assert store.optional(protocol) is store
+    assert wrapped(store).optional(protocol) is not None
+    assert WrapperStore(store).optional(protocol) is None
+    assert wrapped(WrapperStore(store)).optional(protocol) is None
 
 
 def test_calls_are_counted_as_the_verb_that_they_are_a_form_of(store):
     metrics = Metrics()
     keys, slots = fresh_keys(2), empty_slots([64, 64])
     outer = wrapped(store, metrics)
-    assert find_optional(outer, Offering).put_sealed(keys[:1], slots, b"", None) == 1
-    assert find_optional(outer, FindsKeys).which_stored(keys) == [True, True]
+    assert outer.put(keys, slots) == 2
+    assert outer.optional(RenewsUnread).renew(keys, 0, 0.0) == 2
+    assert outer.optional(FindsKeys).which_stored(keys) == [True, True]
     assert outer.codes() == {"LOST": 3}
     value = metrics.registry.get_sample_value
-    for verb in ("put", "match"):
+    for verb, count in (("put", 1), ("match", 2)):
         labels = {"verb": verb, "outcome": "ok"}
-        assert value("pdstore_store_calls_total", labels) == 1, verb
-    assert value("pdstore_bytes_total", {"direction": "save"}) == 64
+        assert value("pdstore_store_calls_total", labels) == count, verb
+    assert value("pdstore_bytes_total", {"direction": "save"}) == 128
 
 
 def test_the_breaker_retries_them_and_keeps_them_from_a_store_that_fails(store):
     keys, outer = fresh_keys(1), wrapped(store)
-    reader = find_optional(outer, FindsKeys)
+    reader = outer.optional(FindsKeys)
     store.fails = 1
     assert reader.which_stored(keys) == [True]
     assert store.calls == ["which_stored"] * 2

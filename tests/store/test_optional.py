@@ -13,8 +13,8 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
-from pdstore.store.optional import EvictsByUse, FindsKeys, find_optional
-from pdstore.store.wrappers import GuardedStore
+from pdstore.store.guard import GuardedStore
+from pdstore.store.optional import EvictsByUse, FindsKeys
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put as put_values
 
@@ -42,7 +42,7 @@ def put(store, keys):
 
 
 def test_stored_keys_are_found_among_others_in_any_order(store):
-    finder = find_optional(store, FindsKeys)
+    finder = store.optional(FindsKeys)
     assert finder.which_stored(KEYS) == [False] * 40
     put(store, KEYS[3::7])
     assert finder.which_stored(KEYS) == [i % 7 == 3 for i in range(40)]
@@ -51,19 +51,19 @@ def test_stored_keys_are_found_among_others_in_any_order(store):
 
 def test_a_search_takes_only_keys_of_the_contract(store):
     with pytest.raises(ValueError, match="distinct"):
-        find_optional(store, FindsKeys).which_stored([KEYS[0], KEYS[0]])
+        store.optional(FindsKeys).which_stored([KEYS[0], KEYS[0]])
 
 
 def test_a_closed_store_finds_nothing(store):
     store.close()
     with pytest.raises(StoreClosed):
-        find_optional(store, FindsKeys).which_stored(KEYS)
+        store.optional(FindsKeys).which_stored(KEYS)
 
 
 def test_the_wrappers_of_an_engine_let_a_search_through(store):
     wrapped = GuardedStore(store, Metrics())
     put(store, KEYS[:1])
-    assert find_optional(wrapped, FindsKeys).which_stored(KEYS[:2]) == [True, False]
+    assert wrapped.optional(FindsKeys).which_stored(KEYS[:2]) == [True, False]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_closed_store_tells_nothing(files):
 def test_an_arena_that_could_not_hold_new_values_evicts_none(size, tmp_path):
     url = f"shm://slots?dir={tmp_path}&size=1MiB&slab=64KiB&lease=60"
     with contextlib.closing(open_store(url, SETTINGS)) as store:
-        by_use = find_optional(store, EvictsByUse)
+        by_use = store.optional(EvictsByUse)
         put(store, [POOL_ID_KEY])  # holds one slab of the 16
         small = fresh_keys(60)
         put_values(store, small, [bytes(4 << 10)] * len(small))
@@ -114,7 +114,7 @@ def test_an_arena_that_could_not_hold_new_values_evicts_none(size, tmp_path):
 def test_room_in_an_arena_is_never_made_of_markers(tmp_path):
     url = f"shm://markers?dir={tmp_path}&size=1MiB&slab=64KiB&lease=60"
     with contextlib.closing(open_store(url, SETTINGS)) as store:
-        by_use, blocks = find_optional(store, EvictsByUse), fresh_keys(40)
+        by_use, blocks = store.optional(EvictsByUse), fresh_keys(40)
         marker = BlockKey(f"{blocks[0].rsplit(':', 3)[0]}:handoff:{'b' * 32}:0:done")
         put(store, [marker])
         with contextlib.suppress(StoreFull):
@@ -142,7 +142,7 @@ def test_room_is_made_of_leased_values_that_were_used_longest_ago(kind, tmp_path
     size, new, stored = 64 << 10, fresh_keys(3), []
     url = f"{kind.format(tmp_path)}={24 * size}{'&slab=64KiB' * kind.startswith('shm')}"
     with contextlib.closing(GuardedStore(open_store(url, SETTINGS), Metrics())) as store:
-        by_use = find_optional(store, EvictsByUse)
+        by_use = store.optional(EvictsByUse)
         put(store, KEYS[:1])
         with contextlib.suppress(StoreFull):
             for key in fresh_keys(40):

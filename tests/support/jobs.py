@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 
 from pdstore.errors import Direction, JobResult, Reason
-from pdstore.worker.job import ChildJob, Job, Share, Shortfall, Urgency, Work
+from pdstore.worker.job import Job, Share, Shortfall, Urgency, Work, WorkerTurn
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
-Body = Callable[[ChildJob], Reason | None]
+Body = Callable[[WorkerTurn], Reason | None]
 
 
 class Shares(Work):
@@ -35,7 +35,7 @@ class Shares(Work):
     def next_share(self) -> Share:
         return self.shares.pop(0)
 
-    def conclude(self, child: ChildJob, shortfall: Shortfall | None) -> Shortfall | None:
+    def conclude(self, child: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         reason = self.last(child) if self.last is not None else None
         return shortfall if reason is None else Shortfall(reason)
 
@@ -78,7 +78,7 @@ class Gate:
     def wait(self) -> None:
         self._opened.wait(30)
 
-    def pass_through(self, child: ChildJob) -> None:
+    def pass_through(self, child: WorkerTurn) -> None:
         with child.in_store_call():
             self._inside.append(None)
             self.wait()

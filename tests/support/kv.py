@@ -11,9 +11,9 @@ import torch
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.format.layout import Pipeline
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
+from pdstore.store.transfer import RANGE_BYTES
 from pdstore.worker.job_queue import MAX_JOBS
 from pdstore.worker.swap.base import Swap
-from pdstore.worker.values import RANGE_BYTES
 
 LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(2, 8))
 BLOCK_BYTES = 64 * 3 * 2 * 16 * 4

@@ -18,7 +18,7 @@ from pdstore.format.keys import POOL_ID_KEY
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker import movers
+from pdstore.worker import mover
 from pdstore.worker.admission import Admission
 from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
@@ -230,7 +230,7 @@ def test_a_hand_off_larger_than_the_pool_evicts_nothing_leased(leased, instance)
 
 def test_users_in_turn_find_in_a_small_pool_what_it_holds(clock, instance, monkeypatch):
     """LRU would find nothing: each block goes a few requests before its next use."""
-    monkeypatch.setattr(movers, "Admission", lambda: Admission(clock))
+    monkeypatch.setattr(mover, "Admission", lambda: Admission(clock))
     room = 27 * (HEADER_BYTES + BLOCK_BYTES)
     p = instance(over=MemoryStore(budget=room, lease_s=0.5, clock=clock))
     found = []

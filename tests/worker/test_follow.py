@@ -10,12 +10,13 @@ import torch
 from pdstore import HandoffId, JobResult, LayerSpec
 from pdstore.errors import Direction, Reason, StoreTimeout, StoreUnavailable
 from pdstore.store import open_store
+from pdstore.store.transfer import Split
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
 from pdstore.worker.follow import Follow
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
-from pdstore.worker.values import PromptBlocks, Split
+from pdstore.worker.values import PromptBlocks
 from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded
@@ -128,7 +129,7 @@ def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
     keys, clock = d.cache.keys(range(12 * 64)), Clock()
     prompt = PromptBlocks(d.layout, keys, [range(48)])
     split = Split(3 * prompt.values_from(0, 0).sizes[0])
-    work = LoadWork(SimpleNamespace(way=SimpleNamespace(split=split)), prompt, 0, None)
+    work = LoadWork(SimpleNamespace(transfer=SimpleNamespace(split=split)), prompt, 0, None)
     store = open_store("memory://", settings_of())
     job = Job(Direction.LOAD, work, seconds=60)
     waiter = Follow(store, job, work, ONE, stall_s=9.0, wake=lambda: None, clock=clock)

@@ -13,7 +13,7 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import FRESH_S
-from pdstore.store.wrappers import GuardedStore
+from pdstore.store.guard import GuardedStore
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.native import NativeSwap
 from tests.support.arena_kit import SpiedArena, place_of

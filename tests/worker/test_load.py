@@ -13,10 +13,10 @@ from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import Kind, kind_of
 from pdstore.store import open_store
+from pdstore.store.transfer import RANGE_BYTES
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
 from pdstore.worker.swap.base import TorchSwap
-from pdstore.worker.values import RANGE_BYTES
 from tests.support.kv import BLOCK_BYTES, POISON, eventually, settings_of
 
 P_BLOCKS, D_BLOCKS = list(range(1, 21)), list(range(30, 50))

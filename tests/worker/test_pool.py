@@ -13,10 +13,10 @@ from pdstore import Layout
 from pdstore.errors import LayoutError, Reason, SaveFailed, StoreFull, SwapError
 from pdstore.format.keys import Part
 from pdstore.store import open_store
+from pdstore.store.transfer import Split
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.pool import behind_caller
 from pdstore.worker.swap.base import TorchSwap
-from pdstore.worker.values import Split
 from tests.support.kv import LAYERS, POISON, Instance, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pdstore.errors import Direction, SwapError
 from pdstore.native.library import CopyPath
 from pdstore.store.memory import MemoryStore
-from pdstore.worker import staging as staging_module
-from pdstore.worker.staging import PinnedMemory, spans_of
 from pdstore.worker.swap.base import TorchSwap
+from pdstore.worker.transfer import staging as staging_module
+from pdstore.worker.transfer.staging import PinnedMemory, spans_of
 from tests.support import native_kit
 from tests.support.gpu_kit import gpu_instance, rig, spin
 from tests.support.kv import BLOCK_BYTES, Instance
@@ -42,7 +42,7 @@ class FollowingSwap(TorchSwap):
         super().__init__(layout, caches)
         self.told = []
 
-    def to_follow(self, ready):
+    def device_event_or_wait(self, ready):
         return ready
 
     def gather(self, copies, ready=None):
@@ -95,8 +95,8 @@ def test_an_event_that_copies_cannot_follow_is_waited_for_before_a_byte_is_read(
     swap.gather(bench.copies, Model())
     assert all(set(bytes(piece.payload)) == {9} for piece in bench.copies)
     bench.host.fill_(POISON)
-    assert swap.to_follow(Model()) is None
-    assert swap.to_follow(None) is None
+    assert swap.device_event_or_wait(Model()) is None
+    assert swap.device_event_or_wait(None) is None
     bench.swap.close()
 
 

@@ -16,8 +16,8 @@ from pdstore.native.library import load_library
 from pdstore.store.file.store import FileStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Deadline
-from pdstore.worker.staging import Staging
 from pdstore.worker.swap.base import TorchSwap
+from pdstore.worker.transfer.staging import Staging
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import D_BLOCKS, assert_loaded, load, save
 

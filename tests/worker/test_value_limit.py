@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.seal import seal_store
-from pdstore.worker.movers import check_values_fit, open_mover
+from pdstore.worker.mover import check_values_fit, open_mover
 from pdstore.worker.swap import open_swap
 from tests.support.kv import BLOCK_BYTES, LAYERS, Instance, caches_of, settings_of
 from tests.support.seal_key import write_seal_key

@@ -15,8 +15,8 @@ from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import FindsKeys, find_optional
-from pdstore.worker.staging import slot_bytes_for
+from pdstore.store.optional import FindsKeys
+from pdstore.worker.transfer.staging import slot_bytes_for
 from pdstore_lmcache.chunk_names import ChunkName
 from pdstore_lmcache.chunk_task import ChunkTask
 
@@ -42,7 +42,7 @@ class ChunkFinder:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._which = find_optional(store, FindsKeys)
+        self._which = store.optional(FindsKeys)
 
     def find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns the keys that are stored, and leases those. Raises StoreError.

@@ -13,16 +13,18 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from pdstore.errors import ConfigError, StoreUnavailable
+from pdstore.errors import ConfigError, StoreError, StoreUnavailable
 from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.arena import ArenaCounts, Filled, NativeArena, ValueBatch
 from pdstore.native.engine import Ticket
 from pdstore.native.library import Library, address_of, load_library
 from pdstore.settings import Settings
 from pdstore.store.arena.file import open_arena_file, why_not_found, why_too_long
+from pdstore.store.arena.transfer import ArenaTransfer
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, check_call, log_once
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.url import StoreURL
+from pdstore.store.transfer import TransferContext
+from pdstore.store.url import Place, Reach, StoreURL
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ DEFAULT_LEASE_S = 10.0
 MAX_LEASE_S = 3600.0
 DEFAULT_DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_WHY_TWO = (
+    ", or restart the one whose arena was removed while it ran. An arena belongs to one host, one"
+    " user (its file's name has the user's number) and one /dev/shm (containers: ipc: host)"
+)
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 
 
@@ -76,7 +82,7 @@ class ArenaStore(Store):
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
-        self.path = directory / f"pdstore-{os.geteuid()}-{name}"
+        self.path = path_of(directory, name)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         times = lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s
@@ -110,6 +116,17 @@ class ArenaStore(Store):
         _options_of(url)
         if settings.native == "off":
             raise _without_library(url)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        options = _options_of(url)
+        return Place(
+            Reach.HOST,
+            path_of(options["directory"], options["name"]),
+            is_memory=True,
+            trial_url=re.sub("//[^/?]*", f"//trial-{os.getpid()}", url.text, count=1),
+            why_two=_WHY_TWO,
+        )
 
     @property
     def lease_s(self) -> float:
@@ -205,6 +222,19 @@ class ArenaStore(Store):
         self._enter()
         return self._arena.confirm(copies)
 
+    def transfer(self, context: TransferContext) -> ArenaTransfer | None:
+        """Opens the way by copies in the arena's memory; None without the native library."""
+        if context.copies.native is None:
+            return None
+        try:
+            view, span_bytes = self.memory(), self.span_bytes
+        except StoreError as error:
+            log.warning("its memory is not there now, so values go through staging: %s", error)
+            return None
+        log.info("%s: values are copied in its own memory, without staging", self.label)
+        memory = context.pin(view, span_bytes)
+        return ArenaTransfer(context, context.copies.native, self, memory)
+
     def counts(self) -> ArenaCounts:
         """Counts the slots by state. It scans every slot, so it is slow for a large arena."""
         self._enter()
@@ -259,6 +289,11 @@ class ArenaStore(Store):
         with contextlib.suppress(OSError):  # some kernels have no huge pages for such files
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(mapped)
+
+
+def path_of(directory: Path, name: str) -> Path:
+    """Returns where this user's arena of a name is."""
+    return directory / f"pdstore-{os.geteuid()}-{name}"
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:

@@ -36,8 +36,9 @@ from pdstore.store.file.files import (
     write_values,
 )
 from pdstore.store.file.mount import FULL, NameCheck, mount_of
-from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.url import StoreURL
+from pdstore.store.optional import ALL_KEYS, Room, ServerDoubt, StoredValue
+from pdstore.store.transfer import Split, Transfer, TransferContext
+from pdstore.store.url import Place, StoreURL
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ _MANY = 64  # a match of so many keys or more is made by the native library
 _MOST_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
 _QUIET_S = 60.0
+_WHY_TWO = ". A directory of one host is another one on the next, and in a container: mount it"
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
 """A function that writes some of the values of one `put` to their paths, as `write_values` does.
@@ -68,9 +70,9 @@ class FileStore(Store):
 
     built: returns the native library if it is built, else None: no lookup waits for a compiler.
 
-    The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
-
     doubts: what may not work as the user expects; also logged.
+
+    The constructor makes the directory. Raises ConfigError or StoreDenied if it cannot be used.
     """
 
     def __init__(
@@ -110,6 +112,10 @@ class FileStore(Store):
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
         _options_of(url)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        return Place(path=_options_of(url)["root"], why_two=_WHY_TWO)
 
     @property
     def lease_s(self) -> float:
@@ -159,11 +165,11 @@ class FileStore(Store):
         return self._serve(keys, paths, read, can_read)
 
     def get_right(
-        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+        self, keys: Sequence[BlockKey], slots: Slots, header_prefixes: bytes, engine: Engine
     ) -> int:
         paths = self._enter(keys, slots)
         _check_sizes(slots)
-        return len(keys) if engine.read_values(paths, *_packed(slots), starts) else 0
+        return len(keys) if engine.read_values(paths, *_packed(slots), header_prefixes) else 0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)
@@ -174,7 +180,7 @@ class FileStore(Store):
         return self._put(keys, paths, slots.sizes, write)
 
     def put_sealed(
-        self, keys: Sequence[BlockKey], slots: Slots, starts: bytes, engine: Engine
+        self, keys: Sequence[BlockKey], slots: Slots, header_prefixes: bytes, engine: Engine
     ) -> int:
         paths = self._enter(keys, slots)
         _check_sizes(slots)
@@ -182,9 +188,21 @@ class FileStore(Store):
         def write(temporary: str, of_part: Sequence[str], part: range) -> Ended:
             of = slots.part(part.start, part.stop)
             begin, end = part.start * START_BYTES, part.stop * START_BYTES
-            return Ended(*engine.write_values(temporary, of_part, *_packed(of), starts[begin:end]))
+            prefixes = header_prefixes[begin:end]
+            return Ended(*engine.write_values(temporary, of_part, *_packed(of), prefixes))
 
         return self._put(keys, paths, slots.sizes, write)
+
+    def transfer(self, context: TransferContext) -> Transfer | None:
+        """Opens the way through staging in which the library seals, writes, reads and verifies.
+
+        Its threads share large ranges, so few workers are needed.
+        """
+        if context.copies.native is None:
+            return None
+        range_bytes = 4 * context.range_bytes
+        split = Split(range_bytes, 4, num_workers=4, most_woken=2, early_ranges=1)
+        return context.staged(context, split, self)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._enter(keys)
@@ -236,6 +254,10 @@ class FileStore(Store):
         missing = [n for path, n in zip(paths, sizes, strict=True) if not os.access(path, os.F_OK)]
         with named_error(self.label, "cannot make room"):
             return self._evictor.clear_room(missing, frozenset(keys))
+
+    def server_doubts(self) -> Iterator[ServerDoubt]:
+        """Yields `doubts`: they need no server."""
+        yield from (ServerDoubt(*doubt) for doubt in self.doubts)
 
     def close(self) -> None:
         if self._lifecycle.end():

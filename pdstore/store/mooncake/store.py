@@ -33,7 +33,7 @@ from pdstore.store.mooncake.library import (
     is_outage,
 )
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
-from pdstore.store.url import StoreURL
+from pdstore.store.url import Place, StoreURL
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,10 @@ class MooncakeStore(Store):
     def check(cls, url: StoreURL, settings: Settings) -> None:
         MooncakeConfig.from_url(url)
         check_installed()
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        return Place(locks_memory=MooncakeConfig.from_url(url).protocol == "rdma")
 
     @property
     def origins(self) -> str:

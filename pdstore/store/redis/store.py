@@ -26,7 +26,7 @@ from pdstore.store.redis.connection import (
 )
 from pdstore.store.redis.remedies import may_be_about_size, refused_value
 from pdstore.store.redis.server import server_doubts
-from pdstore.store.url import StoreURL
+from pdstore.store.url import Place, StoreURL
 
 _READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
 _FIRST_WINDOW, _LAST_WINDOW = 32, 512
@@ -39,6 +39,11 @@ _REPLIES: dict[object, type | tuple[type, ...]] = {
     "GET": (bytes, type(None)),
 }
 """The type that the reply to a command must have, by the command's name."""
+_OVER_TLS = {"redis": "rediss", "valkey": "valkeys"}
+_WHY_TWO = (
+    ". A name of this host itself (127.0.0.1, localhost) is one, and a Service with two servers"
+    " behind it, which are two pools: name one server, or a cluster (redis+cluster://)"
+)
 _SCAN_KEYS = 1024  # one SCAN visits so many keys while all other clients wait
 
 
@@ -74,6 +79,10 @@ class RedisStore(Store):
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
         open_servers(url)  # without connecting
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        return Place(encrypted_scheme=_encrypted(url), why_two=_WHY_TWO)
 
     @property
     def lease_s(self) -> float:
@@ -297,6 +306,16 @@ class RedisStore(Store):
         except StoreError as error:
             return 0.0 if isinstance(error.__cause__, ResponseError) else None
         return self._lease_without_eviction_s if policies == {"noeviction"} else 0.0
+
+
+def _encrypted(url: StoreURL) -> str | None:
+    """Returns the scheme to write if this one goes to another host without encryption, or None."""
+    name, _, kind = url.scheme.partition("+")
+    host = url.host or "localhost"
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    if name not in _OVER_TLS or kind == "unix" or is_local:
+        return None
+    return url.scheme.replace(name, _OVER_TLS[name], 1) + "://"
 
 
 def _policy_of(client: redis.Redis) -> object:

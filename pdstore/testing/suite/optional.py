@@ -17,7 +17,6 @@ from pdstore.store.optional import (
     ListsValues,
     StoredValue,
     TellsRoom,
-    find_optional,
 )
 from pdstore.testing.values import (
     assert_stored,
@@ -111,7 +110,7 @@ class PressureTests:
 
     def test_room_is_made_for_all_values_or_nothing_goes(self, small_store: Store) -> None:
         """For stores that evict when asked (`EvictsByUse`); skipped for other stores."""
-        by_use = find_optional(small_store, EvictsByUse)
+        by_use = small_store.optional(EvictsByUse)
         if by_use is None or not small_store.lease_s:
             pytest.skip("this store evicts nothing when asked, or has no leases")
         markers = _fresh_markers(2)
@@ -142,7 +141,7 @@ class ListTests:
 
     @pytest.fixture
     def lists(self, store: Store) -> ListsValues:
-        found = find_optional(store, ListsValues)
+        found = store.optional(ListsValues)
         if found is None:
             pytest.skip("this store does not list its values")
         return found
@@ -192,7 +191,7 @@ class ListTests:
             list(lists.stored_values())
 
     def test_the_room_holds_what_is_stored(self, store: Store) -> None:
-        tells = find_optional(store, TellsRoom)
+        tells = store.optional(TellsRoom)
         if tells is None:
             pytest.skip("this store does not tell how full it is")
         put(store, fresh_keys(1), [bytes(100_000)])

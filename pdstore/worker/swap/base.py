@@ -102,7 +102,7 @@ class Swap(ABC):
     device_api: CudaApi | None = None
     """The calls that put a copying thread on the device; None means a plain `CudaApi`."""
 
-    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+    def device_event_or_wait(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if the device can wait for it; else waits for it and returns None."""
         if ready is not None:
             ready.synchronize()
@@ -225,7 +225,7 @@ class TorchSwap(Swap):
         self.num_blocks = one.shape[0]
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self.to_follow(ready)
+        self.device_event_or_wait(ready)
         for copy in copies:
             ids = self._ids(copy.block_ids, copy.num_tokens)
             for cache, payload in self._layers(copy):
@@ -233,7 +233,7 @@ class TorchSwap(Swap):
                 payload.copy_(rows[: copy.num_tokens])
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
-        self.to_follow(ready)
+        self.device_event_or_wait(ready)
         step = self._layout.engine_block_tokens
         for copy in copies:
             if copy.first_token % step:

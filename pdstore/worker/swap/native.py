@@ -93,10 +93,10 @@ class NativeSwap(Swap):
         regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
         self.engine = Engine(library, options, shapes, regions)
 
-    def to_follow(self, ready: ReadyEvent | None) -> ReadyEvent | None:
+    def device_event_or_wait(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if it is a CUDA event for the device; else waits for it, returns None."""
         is_cuda = self.device.type == "cuda" and isinstance(ready, torch.cuda.Event)
-        return ready if is_cuda else super().to_follow(ready)
+        return ready if is_cuda else super().device_event_or_wait(ready)
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.finish(self.start(Direction.SAVE, copies, ready=self.handle_of(ready)))
@@ -223,7 +223,7 @@ class NativeSwap(Swap):
 
     def handle_of(self, ready: ReadyEvent | None) -> int:
         """Returns the handle of a CUDA event; waits for any other event and returns 0."""
-        event = self.to_follow(ready)
+        event = self.device_event_or_wait(ready)
         return int(event.cuda_event) if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
 
     def finish(self, ticket: Ticket) -> None:

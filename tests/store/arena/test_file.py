@@ -15,7 +15,7 @@ from pdstore.metrics import Metrics
 from pdstore.store.arena.file import open_arena_file
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.connect import RoomWatch
-from pdstore.store.wrappers import GuardedStore, problem_of
+from pdstore.store.guard import GuardedStore, problem_of
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import put, run_together
 from tests.support.fuse_mount import mounted

@@ -21,8 +21,8 @@ from pdstore.errors import JobResult, Reason, StoreError, StoreTimeout, StoreUna
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
+from pdstore.store.guard import GuardedStore
 from pdstore.store.mooncake.client import PROBE_S
-from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put, start_background
 from tests.support.kv import POISON, Instance, eventually

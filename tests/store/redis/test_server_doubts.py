@@ -20,8 +20,8 @@ from pdstore.format.keys import POOL_ID_KEY
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from pdstore.store.guard import GuardedStore
 from pdstore.store.redis.remedies import remedy_of, short
-from pdstore.store.wrappers import GuardedStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import get, put, start_background
 from tests.support.kv import eventually
