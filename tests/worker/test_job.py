@@ -40,7 +40,7 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
 
 
 def carry(job, goes_on=lambda job: True) -> None:
-    """Does what a worker does with a job: takes a child job and runs it."""
+    """Does what a worker does with a job: takes a turn at it."""
     children = [job.begin_turn(goes_on, left)]
     worker = Worker("carrier", lambda: children.pop() if children else None)
     assert worker.join(10)
