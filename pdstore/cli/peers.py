@@ -246,8 +246,8 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     two = [f"{peer.pool[:8]} ({peer.store}) at {peer.url}" for peer in (first, other) if peer.pool]
     remedy = "give both the same PDSTORE_STORE"
     if first.store and first.store == other.store:
-        remedy = f"{first.store} is another place for each: give both a URL that names one place"
-        remedy += _why_two(first.store)
+        why = _why_two(first.store) or ": give both a URL that names one place"
+        remedy = f"{first.store} is another place for each{why}"
     yield bad("pool", f"two pools, {' and '.join(two)}: neither finds what the other saved", remedy)
 
 

@@ -16,7 +16,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
 from pdstore.store.optional import num_evicted
-from pdstore.store.url import Reach
+from pdstore.store.url import Place, Reach
 from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,12 @@ _OF_ONE_PROCESS = (
 )
 _ONE_PLACE = (
     "the same PDSTORE_STORE; if it is the same, {} is another place for each of them (another"
-    " host's, another user's, another container's, or a Service with two servers behind it); over"
-    " shm:// restart the instance whose log says that its file was removed"
+    " host's, another container's, or a Service with two servers behind it)"
+)
+_OF_ONE_USER = (
+    "the same PDSTORE_STORE, and run them as one user on one host with one /dev/shm (containers:"
+    " ipc: host): this instance's pool is {}, and P's log names its own. If they are the same file,"
+    " restart the instance whose log says that it was removed"
 )
 _DECODE_AT_PREFILL = (
     "a request with a hand-off of another instance is to be decoded here, where it is prefilled"
@@ -40,11 +44,19 @@ _PREFILL_AT_DECODE = (
     " start the prefill instance with PDSTORE_ROLE=prefill, and name it as such to the router"
 )
 _NOTHING = (
+    "the pool has nothing of a prompt that nobody hands over: it is computed here. The router's log"
+    " says so if the prefill instance failed, or answered without kv_transfer_params (then look at"
+    " PD_TRANSFER_VIA_STORAGE=1 and PDSTORE_ROLE=prefill there); if it says nothing, {}"
+)
+_RELAY = (
+    "the router, or a gateway between it and this instance, removes kv_transfer_params: it has to"
+    " relay them"
+)
+_NOTHING_ELSEWHERE = (
     "the pool has nothing of a prompt that nobody hands over: it is computed here. Look at the"
     " prefill instance (PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill) and at the router, which"
     " has to {}"
 )
-_RELAY = "relay the kv_transfer_params of its answer, as has each gateway on their way"
 _NO_HANDOFFS = (
     "requests come here without kv_transfer_params, although PDSTORE_ROLE is decode: what the pool"
     " has of their prompts is loaded, but this instance does not wait for what the prefill instance"
@@ -259,11 +271,7 @@ class Mismatches:
         if self.pool.is_same(handoff.pool_id):
             return False
         ours, label = self.pool.current or b"", self._label
-        remedy = (
-            _OF_ONE_PROCESS
-            if _is_of_one_process(label, self._settings)
-            else _ONE_PLACE.format(label)
-        )
+        remedy = _remedy_for(label, self._settings)
         self._log.warn(
             f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
             f" {ours.hex()[:8]} at {label}: give both {remedy}"
@@ -286,7 +294,9 @@ class Mismatches:
             self._has_unexplained = True
             self._pool_thread.wake()  # the store is asked on that thread
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
-            self._log.warn(_NOTHING.format(self._router_duty or _RELAY))
+            duty = self._router_duty
+            said = _NOTHING.format(_RELAY) if duty is None else _NOTHING_ELSEWHERE.format(duty)
+            self._log.warn(said)
 
     def _is_owed_handoffs(self) -> bool:
         """Returns whether requests should have hand-offs, and none has had one for an hour."""
@@ -317,10 +327,17 @@ class Mismatches:
             self.weights_files = "+".join(part[:24] for part in parts)
 
 
-def _is_of_one_process(label: str, settings: Settings) -> bool:
+def _remedy_for(label: str, settings: Settings) -> str:
+    """Returns what to do if P has another pool than this instance, whose store has this label."""
+    place = Place()
     with contextlib.suppress(ConfigError):
-        return place_of(label, settings).reach is Reach.PROCESS
-    return False
+        url = settings.store if settings.store.startswith(label) else label
+        place = place_of(url, settings)
+    if place.reach is Reach.PROCESS:
+        return _OF_ONE_PROCESS
+    if place.reach is Reach.HOST:
+        return _OF_ONE_USER.format(place.path)
+    return _ONE_PLACE.format(label)
 
 
 def _updated(digest: str | None) -> str:

@@ -113,6 +113,13 @@ def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compar
     assert wrong.remedy.startswith("redis://127.0.0.1:6379 is another place for each")
 
 
+def test_two_arenas_of_one_url_are_two_users_or_two_hosts(compare):
+    one, other = (status_of(pool=pool * 16, store="shm://pool") for pool in ("aa", "bb"))
+    [wrong] = found_wrong(compare(one, other))
+    assert "run both as one user, with one /dev/shm" in wrong.remedy
+    assert "Service" not in wrong.remedy
+
+
 @pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
 def test_an_instance_without_a_status_is_red_and_says_what_to_do(compare, status):
     [finding] = compare(status)
@@ -172,7 +179,7 @@ def test_two_formats_of_apis_are_two_versions_of_pdstore():
     [
         (("redis://r:6379/0", "redis://r:6379/1"), "give both the same PDSTORE_STORE"),
         (("redis://r:6379", "redis://r:6379"), "a Service with two servers behind it"),
-        (("shm://pool", "shm://pool"), "one user (its file's name has the user's number)"),
+        (("shm://pool", "shm://pool"), "run both as one user, with one /dev/shm"),
         (("file:///pool", "file:///pool"), "in a container: mount it"),
     ],
 )

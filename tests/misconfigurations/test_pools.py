@@ -65,6 +65,16 @@ def assert_said(caplog, *words):
     eventually(is_said, SOON_S)
 
 
+def test_two_arenas_of_one_name_are_told_to_be_of_two_users_or_hosts(over, caplog, tmp_path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "d").mkdir()
+    p, d = (over(f"shm://pool?size=8MiB&dir={tmp_path}/{name}") for name in "pd")
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    _, params = saved(p)
+    assert found(d, params).reason is Reason.OTHER_POOL
+    assert_said(caplog, "run them as one user on one host", "this instance's pool is /dev/shm/pdst")
+
+
 @pytest.mark.parametrize("kind", ["directory", "redis db", "redis server"])
 def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(
     over, caplog, tmp_path, redis_server, kind

@@ -36,8 +36,9 @@ MAX_LEASE_S = 3600.0
 DEFAULT_DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _WHY_TWO = (
-    ", or restart the one whose arena was removed while it ran. An arena belongs to one host, one"
-    " user (its file's name has the user's number) and one /dev/shm (containers: ipc: host)"
+    ". An arena is one user's on one host, as /dev/shm/pdstore-UID-NAME in each instance's log: run"
+    " both as one user, with one /dev/shm (containers: ipc: host). If both name the same file,"
+    " restart the instance that ran while it was removed"
 )
 _KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
 

@@ -15,6 +15,7 @@ Told: TypeAlias = Mapping[str, Any]
 """A reply to INFO or CONFIG GET, by name."""
 
 _TRIES = 8
+_IDLE_S = 60  # after so long pdstore renews a connection itself
 """Number of connections that are made to see whether one address leads to several servers."""
 _NO_SNAPSHOTS = (
     'redis-cli CONFIG SET save "" and CONFIG SET appendonly no, the same in redis.conf: a pool'
@@ -48,6 +49,7 @@ def server_doubts(clients: Sequence[redis.Redis]) -> Iterator[ServerDoubt]:
         if not info and _config(client, "maxmemory-policy") is None:
             yield ServerDoubt("policy", _POLICY_UNTOLD, _ALLOW)
         yield from _about_memory(info)
+        yield from _about_idle_connections(_config(client, "timeout"))
         yield from _about_identity(client, info)
 
 
@@ -88,6 +90,13 @@ def _about_memory(info: Told) -> Iterator[ServerDoubt]:
         yield ServerDoubt(
             "server memory", said, f"set maxmemory to {ByteSize(there * 3 // 4).human_readable()}"
         )
+
+
+def _about_idle_connections(timeout: str | None) -> Iterator[ServerDoubt]:
+    if timeout is not None and timeout.isdecimal() and 0 < int(timeout) < _IDLE_S:
+        said = f"the server closes connections that were idle for {timeout} s (timeout {timeout}):"
+        said += " nothing is lost, but the next call connects anew"
+        yield ServerDoubt("idle connections", said, "redis-cli CONFIG SET timeout 0")
 
 
 def _about_identity(client: redis.Redis, info: Told) -> Iterator[ServerDoubt]:

@@ -45,6 +45,7 @@ def test_a_server_for_a_pool_has_nothing_to_improve(redis_server):
     [
         (("--save", "3600 1"), "persistence", "snapshots (save 3600 1)"),
         (("--appendonly", "yes"), "persistence", "an append-only file"),
+        (("--timeout", "1"), "idle connections", "idle for 1 s (timeout 1): nothing is lost"),
         (
             ("--maxmemory", "65536gb"),
             "server memory",
