@@ -1,11 +1,16 @@
-"""Counts of the package and what stands beside it: `python -m tests.support.house` prints them."""
+"""Counts of the package and what stands beside it: `python -m tests.support.house` prints them.
+
+With `--calls` it prints which calls a save and a load make between the rooms of pdstore/worker, and
+how many of them go upward.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -223,7 +228,12 @@ def docstring_words_per_statement() -> float:
     return words / counts()["statements"]
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
+    if "--calls" in arguments:
+        from tests.support import room_calls  # it imports the package, whose text is read here
+
+        room_calls.main(imports())
+        return
     for what, number in counts().items():
         print(f"{number:7,}  {what}")
     print(f"{docstring_words_per_statement():7.2f}  docstring words per statement")
@@ -235,4 +245,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
