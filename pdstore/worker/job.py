@@ -1,4 +1,4 @@
-"""Job: one save or load in flight. Work: what a job has to do. WorkerTurn: one worker's work at it.
+"""Job: one save or load in flight. Work: what it has to do. WorkerTurn: one worker's work at it.
 
 Each job has a lock, which guards the shares of its work, the running copies and its end. No store
 call, copy or watcher runs while the lock is held. Nothing here may be called from a signal handler,
@@ -14,9 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pdstore.errors import (
     Direction,
@@ -27,7 +29,7 @@ from pdstore.errors import (
     StoreError,
     reason_of,
 )
-from pdstore.store.transfer import Shortfall
+from pdstore.store.transfer import ReadyEvent, Shortfall
 from pdstore.threads import Deadline, call_or
 
 log = logging.getLogger(__name__)
@@ -42,45 +44,93 @@ class Urgency(enum.IntEnum):
 
 
 @dataclass(eq=False)
-class Work:
-    """The work of a job, in shares that several workers can do at the same time.
+class WorkItem:
+    """A part of a job's work that one worker does: mostly a block range.
 
-    The job reads the properties and calls `next_share` while it holds `lock`. After the last share
-    it calls `conclude` a single time, without the lock. After a shortfall no further share begins.
-    This base class has no shares: a subclass that adds none does all its work in `conclude`.
+    ready: an event that fires when the model has computed what the item reads; None: it has.
     """
 
-    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    ready: ReadyEvent | None = field(default=None, kw_only=True)
 
-    @property
-    def progress(self) -> int:
-        """The number of leading tokens of the prompt that have been moved by now."""
-        return 0
 
-    @property
-    def num_ready(self) -> int:
-        """The number of shares that can be begun now."""
-        return 0
+Item = TypeVar("Item", bound=WorkItem)
+
+
+class Share(NamedTuple):
+    """The next part of a job's work for one worker: an item, or a few that are moved together.
+
+    move: moves the items. Returns why it did not move all, or None; may raise.
+    ready: the event of the last item, on which the share must wait; None: it need not wait.
+    num_ready: how many shares are ready, this one included: more workers could do the others.
+    """
+
+    move: Callable[[WorkerTurn], Reason | None]
+    ready: ReadyEvent | None = None
+    num_ready: int = 1
 
     @property
     def is_computed(self) -> bool:
-        """False if the next share must wait for the model."""
-        return True
+        """False if the share must wait for the model."""
+        ready = self.ready
+        # if it cannot be asked, the share meets the error
+        return ready is None or call_or(lambda: ready.query(), True)
+
+
+class NoShare(enum.Enum):
+    """Why a poll gives no share."""
+
+    NOT_YET = enum.auto()  # none is ready; some may become ready
+    DONE = enum.auto()  # all are begun, and no more will become ready
+
+
+_ONLY_END = Share(lambda turn: None)
+"""Stands for the end of a job that has no share left: one worker is needed to conclude it."""
+
+
+@dataclass(eq=False)
+class Work(Generic[Item]):
+    """The work of a job, in shares that several workers can do at the same time.
+
+    A subclass puts items in `_waiting`, and sets `_is_closed` when no more will come, while it
+    holds `lock`. One that never has an item leaves both, and does all its work in `conclude`.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _waiting: deque[Item] = field(default_factory=deque, init=False)
+    _is_closed: bool = field(default=True, init=False)
+    _at_once: int = field(default=1, init=False)  # so many items make a share
 
     @property
-    def is_at_end(self) -> bool:
-        """True if all shares are begun and no more will become ready."""
-        return True
+    def progress(self) -> int:
+        """The number of leading tokens of the prompt that have been moved by now.
 
-    def next_share(self) -> Share:
-        """Returns a share that is ready; the caller does it."""
+        Read while `lock` is held.
+        """
+        return 0
+
+    def poll(self, *, takes: bool = False) -> Share | NoShare:
+        """Returns the next share, or why there is none. The caller holds `lock`.
+
+        takes: the caller will do the share, so that no other poll returns it.
+        """
+        count = min(self._at_once, len(self._waiting))
+        if not count:
+            return NoShare.DONE if self._is_closed else NoShare.NOT_YET
+        num_ready = -(-len(self._waiting) // self._at_once)
+        ready = self._waiting[count - 1].ready  # the last to fire
+        items = [self._waiting.popleft() for _ in range(count)] if takes else []
+        return Share(partial(self._move, items), ready, num_ready)
+
+    def _move(self, items: Sequence[Item], turn: WorkerTurn) -> Reason | None:
+        """Moves the items of one share; see `Share.move`."""
         raise NotImplementedError
 
     def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         """Ends the job's work after its last share. Returns why not all work was done, or None.
 
-        shortfall: the first shortfall of a share, or None. After a shortfall, shares may be left
-          that nobody begins, and more of them might have become ready.
+        It is called a single time, without the lock.
+        shortfall: the first shortfall of a share, or None. After a shortfall no share begins, so
+          items may be left, and more of them might have come.
         May raise any exception that a share may raise.
         """
         return shortfall
@@ -101,7 +151,7 @@ class Job:
     def __init__(
         self,
         direction: Direction,
-        work: Work,
+        work: Work[Any],
         *,
         seconds: float,
         num_bytes: int = 0,
@@ -115,7 +165,7 @@ class Job:
         self._seconds = seconds
         self._pid = os.getpid()
         self._lock = work.lock
-        self._work: Work | None = work  # None from the end on
+        self._work: Work[Any] | None = work  # None from the end on
         self._shortfall: Shortfall | None = None
         self._num_turns = 0
         self._is_finishing = False
@@ -178,35 +228,25 @@ class Job:
 
     # What follows is for the queue and its workers.
 
-    @property
-    def num_ready(self) -> int:
-        """The number of workers that a job can use: one for each ready share, or one at the end."""
-        with self._lock:
-            return self._num_ready()
+    def peek(self) -> Share | NoShare:
+        """Returns what one more worker would do, or why it would have nothing to do.
 
-    @property
-    def is_computed(self) -> bool:
-        """False if the next share must wait for the model."""
+        If no share is left and no worker is at the job, one is needed to end it: that is a share.
+        """
         with self._lock:
-            return self._work is None or self._work.is_computed
+            return self._poll()
 
     def start_clock(self) -> None:
         """Starts the time limit, after the job has waited for earlier jobs."""
         self.deadline.at = Deadline(self._seconds).at  # also for who waits until it already
 
-    def begin_turn(
-        self, goes_on: Callable[[Job], bool], left: Callable[[WorkerTurn], None]
-    ) -> WorkerTurn | None:
-        """Adds a worker to the job; returns None if the worker would have nothing to do.
-
-        goes_on: called after each share; True if the worker should do the job's next share as well.
-        left: called when the worker has left the job.
-        """
+    def begin_turn(self) -> WorkerTurn | None:
+        """Adds a worker to the job; returns None if the worker would have nothing to do."""
         with self._lock:
-            if not self._num_ready():
+            if isinstance(self._poll(), NoShare):
                 return None
             self._num_turns += 1
-            return WorkerTurn(self, goes_on, left)
+            return WorkerTurn(self)
 
     def end_with(self, reason: Reason | None, error: Exception | None = None) -> None:
         """Ends the job unless it has ended: immediately, or after block copies that run now."""
@@ -225,16 +265,11 @@ class Job:
             log.error("a %s failed: %r", self.direction.value, error)
         self.end_with(reason, error)
 
-    def _num_ready(self) -> int:
-        if self._is_ending or self._is_finishing:
-            return 0
-        return self._num_shares() or int(not self._num_turns and self._is_at_end())
-
-    def _num_shares(self) -> int:
-        return 0 if self._work is None or self._shortfall else self._work.num_ready
-
-    def _is_at_end(self) -> bool:
-        return self._work is None or self._shortfall is not None or self._work.is_at_end
+    def _poll(self, *, takes: bool = False) -> Share | NoShare:
+        if self._work is None or self._is_ending or self._is_finishing:
+            return NoShare.DONE
+        polled = NoShare.DONE if self._shortfall else self._work.poll(takes=takes)
+        return _ONLY_END if polled is NoShare.DONE and not self._num_turns else polled
 
     def _settle(self) -> None:
         """Sets the result and calls the watchers; only the first call does anything."""
@@ -257,16 +292,16 @@ class Job:
 
 @dataclass(eq=False)
 class WorkerTurn:
-    """One worker's work at a job: one share after the other.
+    """One worker's work at a job: in a `with`, one share after the other.
 
     Only that worker's thread calls it, but any thread may read `is_hung`. The worker may leave one
-    block copy running while it fills slots for the next copy (`finish_copy`). It waits for its
-    copies before it leaves the job.
+    block copy running while it fills slots for the next copy (`finish_copy`). At the end of the
+    `with` it waits for its copies. If then no share is left and no other worker is at the job, it
+    ends the job. After an exception in the `with` the worker still counts as being at the job, so
+    that no other worker ends the job before `Job.fail` is called.
     """
 
     job: Job
-    goes_on: Callable[[Job], bool]
-    left: Callable[[WorkerTurn], None]
     _is_in_store: bool = field(default=False, init=False)
     _under_way: Callable[[], None] | None = field(default=None, init=False)
 
@@ -292,48 +327,39 @@ class WorkerTurn:
     def has_copy_under_way(self) -> bool:
         return self._under_way is not None
 
-    def run(self) -> None:
-        """Does shares until none is left or until the worker should do another job.
+    def __enter__(self) -> None:
+        pass
 
-        If no share is left and no other worker is at the job, it ends the job. Raises what a share
-        raises, except StoreErrors. After such an exception the worker still counts as being at the
-        job, so that no other worker ends the job before `fail` is called.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish_copy()
+        if kind is None:
+            self._conclude()
+
+    def do_share(self) -> bool:
+        """Does the job's next share; returns False if there is none now.
+
+        Raises what the share raises, except StoreErrors: these are noted as the job's shortfall.
         """
-        try:
-            while (share := self._next_share()) is not None:
-                shortfall: Shortfall | None = None
-                try:
-                    reason = share(self)
-                    shortfall = None if reason is None else Shortfall(reason)
-                except StoreError as error:
-                    shortfall = Shortfall(reason_of(error), error)
-                del share
-                with self.job._lock:
-                    self.job._shortfall = self.job._shortfall or shortfall
-                if not self.goes_on(self.job):
-                    break
-        finally:
-            self.finish_copy()
-        self._conclude()
-        self.left(self)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the whole job after `run` has raised an exception."""
-        self.left(self)
-        self.job.fail(error)
-
-    def _next_share(self) -> Share | None:
         job = self.job
         with job._lock:
-            if job._is_ending or job._work is None or not job._num_shares():
-                return None
-            return job._work.next_share()
+            share = job._poll(takes=True)
+        if isinstance(share, NoShare):
+            return False
+        shortfall: Shortfall | None = None
+        try:
+            reason = share.move(self)
+            shortfall = None if reason is None else Shortfall(reason)
+        except StoreError as error:
+            shortfall = Shortfall(reason_of(error), error)
+        with job._lock:
+            job._shortfall = job._shortfall or shortfall
+        return True
 
     def _conclude(self) -> None:
         """Concludes the work if nothing is left to do and no other worker is at the job."""
         job = self.job
         with job._lock:
-            is_last = job._num_turns == 1 and job._is_at_end() and not job._is_ending
+            is_last = job._num_turns == 1 and job._poll() is NoShare.DONE and not job._is_ending
             work = job._work if is_last else None
             job._is_finishing = is_last
             if work is None:
@@ -393,10 +419,6 @@ class WorkerTurn:
         finish, self._under_way = self._under_way, following
         if finish is not None:
             finish()
-
-
-Share = Callable[[WorkerTurn], Reason | None]
-"""A function that moves some blocks. Returns why it did not move all, or None; may raise."""
 
 
 def _release_frames(error: BaseException) -> None:

@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from prometheus_client import Gauge
 
@@ -35,7 +36,7 @@ from pdstore.errors import (
 )
 from pdstore.metrics import Metrics
 from pdstore.threads import Deadline, Ticker, Worker
-from pdstore.worker.job import Job, Urgency, WorkerTurn
+from pdstore.worker.job import Job, NoShare, Share, Urgency, WorkerTurn
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,13 @@ STOP_S = 1.0
 
 _Entry = tuple[Urgency, float, int, Job]
 """A ready job as a heap's entry: its urgency, the time of its deadline, a number, the job."""
+
+
+class _Task(NamedTuple):
+    """The task of a worker: its turn at a job, for as long as the queue chooses this job."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
 
 
 class JobQueue:
@@ -105,7 +113,7 @@ class JobQueue:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, 0.0)
             for i in range(num_workers):
-                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_turn, pin.hold))
+                self._workers.append(Worker(f"pdstore-worker-{i}", self._next_task, pin.hold))
             undo.pop_all()
 
     def submit(self, job: Job, after: Sequence[Job] = ()) -> Job:
@@ -245,63 +253,79 @@ class JobQueue:
 
     def _offer(self, job: Job) -> None:
         """Offers a job to the workers; wakes one for each ready share, or one to end the job."""
-        num_ready = job.num_ready
-        if num_ready and job not in self._offered:
+        share = job.peek()
+        if isinstance(share, NoShare):
+            return
+        if job not in self._offered:
             self._offered.add(job)
             self._push(job)
+        num_ready = share.num_ready
         is_ordinary = job.urgency is Urgency.ORDINARY
         self._has_ready.notify(min(num_ready, self._most_woken) if is_ordinary else num_ready)
 
-    def _next_turn(self) -> WorkerTurn | None:
-        """Waits for a job and returns the worker's turn job; None after the queue is closed."""
+    def _next_task(self) -> _Task | None:
+        """Waits for a job and returns a turn at it; None after the queue is closed."""
         with self._has_ready:
             while not self._is_closed:
                 job = self._choose()
                 if job is None:
                     self._has_ready.wait()
-                elif (turn := job.begin_turn(self._goes_on, self._turn_ended)) is not None:
+                elif (turn := job.begin_turn()) is not None:
                     self._waiting[job.direction].pop(job, None)
                     self._num_busy[job.direction] += 1
                     self._turns.add(turn)
-                    return turn
+                    return _Task(partial(self._run, turn), partial(self._fail, turn))
         return None
 
-    def _choose(self) -> Job | None:
-        """Returns the job that a free worker should do next; None if no job is ready."""
-        firsts = (self._first(way) for way in Direction if self._num_busy[way] < self._most_busy)
-        return min(
-            (job for job in firsts if job is not None),
-            key=lambda job: (job.urgency, not job.is_computed, self._num_busy[job.direction]),
-            default=None,
-        )
+    def _run(self, turn: WorkerTurn) -> None:
+        """Does shares of a job until none is left or until the worker should do another job."""
+        with turn:
+            while turn.do_share() and self._should_continue(turn.job):
+                pass
+        self._on_leave(turn)
 
-    def _first(self, direction: Direction) -> Job | None:
-        """Returns the first job of a direction that can use one more worker.
+    def _fail(self, turn: WorkerTurn, error: Exception) -> None:
+        """Ends the whole job after `_run` has raised an exception."""
+        self._on_leave(turn)
+        turn.job.fail(error)
+
+    def _choose(self) -> Job | None:
+        """Returns the job that a free worker should do next; None if no job is ready.
 
         A share that the model has not computed keeps its worker waiting. So it comes after the
         computed shares of equally urgent jobs, and then the job that was made first comes first.
         """
-        self._sort_out(direction)
-        computed = [entry[-1] for entry in self._ready[direction][:1]]
-        firsts = computed + self._uncomputed[direction][:1]
-        return min(firsts, key=lambda job: job.urgency, default=None)
+        firsts: list[tuple[Job, bool]] = []  # with True: its share must wait for the model
+        for way in Direction:
+            if self._num_busy[way] < self._most_busy:
+                self._promote_computed(way)
+                firsts += [(entry[-1], False) for entry in self._ready[way][:1]]
+                firsts += [(job, True) for job in self._uncomputed[way][:1]]
+        chosen = min(
+            firsts,
+            key=lambda first: (first[0].urgency, first[1], self._num_busy[first[0].direction]),
+            default=None,
+        )
+        return None if chosen is None else chosen[0]
 
-    def _sort_out(self, direction: Direction) -> None:
+    def _promote_computed(self, direction: Direction) -> None:
         """Moves jobs until the first ones of `_ready` and of `_uncomputed` are where they belong.
 
         Asks only a few uncomputed jobs: the model computes those first that were made first.
         """
         ready, uncomputed = self._ready[direction], self._uncomputed[direction]
         for job in uncomputed[:_MOST_ASKED]:
-            if job.is_computed or not job.num_ready:
+            share = job.peek()
+            if isinstance(share, NoShare) or share.is_computed:
                 uncomputed.remove(job)
                 self._push(job)
         while ready:
             job = ready[0][-1]
-            if job.num_ready and job.is_computed:
+            share = job.peek()
+            if isinstance(share, Share) and share.is_computed:
                 break
             heappop(ready)
-            if job.num_ready:
+            if isinstance(share, Share):
                 insort(uncomputed, job, key=lambda job: (job.urgency, job.began))
             else:
                 self._offered.discard(job)
@@ -310,7 +334,7 @@ class JobQueue:
         entry = (job.urgency, job.deadline.at, next(self._numbers), job)
         heappush(self._ready[job.direction], entry)
 
-    def _goes_on(self, job: Job) -> bool:
+    def _should_continue(self, job: Job) -> bool:
         """True if the worker that has just done a share of a job should do the job's next share."""
         with self._has_ready:
             self._num_busy[job.direction] -= 1
@@ -318,11 +342,11 @@ class JobQueue:
                 chosen = self._choose()
             finally:
                 self._num_busy[job.direction] += 1
-            if chosen is not job and job.num_ready:
+            if chosen is not job and isinstance(job.peek(), Share):
                 self._has_ready.notify()  # another worker may do the shares that are left
         return chosen is job
 
-    def _turn_ended(self, turn: WorkerTurn) -> None:
+    def _on_leave(self, turn: WorkerTurn) -> None:
         with self._has_ready:
             self._num_busy[turn.job.direction] -= 1
             self._turns.discard(turn)

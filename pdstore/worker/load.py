@@ -11,13 +11,13 @@ from functools import partial
 from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.values import BlockRange, Values
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
-from pdstore.worker.job import Share, Work, WorkerTurn
+from pdstore.worker.job import Work, WorkerTurn, WorkItem
 from pdstore.worker.mover import Mover
 from pdstore.worker.values import PromptBlocks
 
 
 @dataclass(eq=False)
-class _Piece:
+class _LoadRange(WorkItem):
     """A block range of one layer range (None: of all layers), and how much of it is loaded.
 
     num_loaded: the number of leading values of the block range that are loaded.
@@ -31,7 +31,7 @@ class _Piece:
 
 
 @dataclass(eq=False)
-class LoadWork(Work):
+class LoadWork(Work[_LoadRange]):
     """Loads block ranges, in any order; only the tokens before the first gap count.
 
     A gap is a block that could not be loaded. A block counts when all its layer ranges are verified
@@ -46,11 +46,10 @@ class LoadWork(Work):
     prompt: PromptBlocks
     first_token: int
     ready: ReadyEvent | None
-    _waiting: deque[_Piece] = field(default_factory=deque, init=False)
-    _released: dict[int | None, list[_Piece]] = field(default_factory=dict, init=False)
-    _are_all: bool = field(default=False, init=False)  # True after `close`
+    _released: dict[int | None, list[_LoadRange]] = field(default_factory=dict, init=False)
+    _is_closed: bool = field(default=False, init=False)  # True after `close`, or after a gap
     _cut: Reason | None = field(default=None, init=False)
-    _gaps: list[tuple[_Piece, Shortfall]] = field(default_factory=list, init=False)
+    _gaps: list[tuple[_LoadRange, Shortfall]] = field(default_factory=list, init=False)
 
     @property
     def progress(self) -> int:
@@ -58,71 +57,64 @@ class LoadWork(Work):
         return self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
 
     @property
-    def num_ready(self) -> int:
-        if not self._gaps:
-            return len(self._waiting)
-        return sum(map(self._is_wanted, self._waiting))
-
-    @property
-    def is_at_end(self) -> bool:
-        return self.num_ready == 0 and (self._are_all or bool(self._gaps))
-
-    @property
     def is_open(self) -> bool:
         """True while more blocks may be released, and would be loaded. Takes `lock` itself."""
         with self.lock:
-            return not (self._are_all or self._gaps)
+            return not self._is_closed
 
     def release(self, ranges: Sequence[BlockRange], layer_range: int | None = None) -> None:
         """Lets the job load some blocks; call it in prompt order for each layer range.
 
-        Does nothing after `close`.
+        Does nothing after `close` or a gap.
         """
-        pieces = [_Piece(blocks, layer_range) for blocks in ranges]
+        items = [_LoadRange(blocks, layer_range) for blocks in ranges]
         with self.lock:
-            if not self._are_all:
-                self._released.setdefault(layer_range, []).extend(pieces)
-                self._waiting += pieces
+            if not self._is_closed:
+                self._released.setdefault(layer_range, []).extend(items)
+                self._waiting += items
 
     def close(self, cut: Reason | None = None) -> None:
         """Ends the releases; later calls do nothing. cut: why blocks are missing, or None."""
         with self.lock:
-            if not self._are_all:
+            if not self._is_closed:
                 self._cut = cut
-                self._are_all = True
-
-    def next_share(self) -> Share:
-        while not self._is_wanted(piece := self._waiting.popleft()):
-            pass
-        return partial(self._load, piece)
+                self._is_closed = True
 
     def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be first in time."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
-            released = [piece for pieces in self._released.values() for piece in pieces]
+            released = [item for items in self._released.values() for item in items]
         if gaps:
             if any(gap.reason in self.mover.context.removed for _, gap in gaps):
                 self._remove_wrong(turn, released)
             return min(gaps, key=lambda gap: self._block_at(gap[0]))[1]
         return Shortfall(cut) if shortfall is None and cut is not None else shortfall
 
-    def _is_wanted(self, piece: _Piece) -> bool:
-        """True if a block range begins before all gaps, because no block after a gap counts."""
-        return all(piece.blocks.first < self._block_at(gap) for gap, _ in self._gaps)
+    def _note_gap(self, item: _LoadRange, gap: Shortfall) -> None:
+        """Drops the block ranges behind a gap, where no block counts. The caller holds `lock`."""
+        self._gaps.append((item, gap))
+        self._is_closed = True
+        missing = self._block_at(item)
+        self._waiting = deque(each for each in self._waiting if each.blocks.first < missing)
 
-    def _block_at(self, piece: _Piece) -> int:
+    def _block_at(self, item: _LoadRange) -> int:
         """Returns the first missing block of a block range that has a gap."""
-        return max(piece.blocks.first, piece.reached // self.prompt.layout.block_tokens)
+        return max(item.blocks.first, item.reached // self.prompt.layout.block_tokens)
 
-    def _load(self, piece: _Piece, turn: WorkerTurn) -> Reason | None:
+    def _move(self, items: Sequence[_LoadRange], turn: WorkerTurn) -> Reason | None:
+        for item in items:
+            self._load(item, turn)
+        return None  # so the job goes on: other layer ranges are loaded up to a gap
+
+    def _load(self, item: _LoadRange, turn: WorkerTurn) -> None:
         self.ready = self.mover.context.copies.device_event_or_wait(self.ready)
-        values = self.prompt.values(piece.blocks, piece.layer_range)
+        values = self.prompt.values(item.blocks, item.layer_range)
         if not values:  # a sliding window has moved past these blocks
             with self.lock:
-                piece.reached = self._end_of(piece)
-            return None
-        loaded = partial(self._note_loaded, piece, values)
+                item.reached = self._end_of(item)
+            return
+        loaded = partial(self._note_loaded, item, values)
         gap: Shortfall | None = None
         move = Move(values, self.ready, self.first_token)
         try:
@@ -134,40 +126,39 @@ class LoadWork(Work):
         if gap is not None:
             turn.finish_copy()  # values of this copy lie before the gap, so they still count
             with self.lock:
-                self._gaps.append((piece, gap))
-        return None  # so the job goes on: other layer ranges are loaded up to the gap
+                self._note_gap(item, gap)
 
-    def _remove_wrong(self, turn: WorkerTurn, released: Sequence[_Piece]) -> None:
+    def _remove_wrong(self, turn: WorkerTurn, released: Sequence[_LoadRange]) -> None:
         with contextlib.suppress(StoreError):  # the load has a reason for its shortfall already
-            for piece in released:
-                if piece.reached < self._end_of(piece):
-                    values = self.prompt.values(piece.blocks, piece.layer_range)
+            for item in released:
+                if item.reached < self._end_of(item):
+                    values = self.prompt.values(item.blocks, item.layer_range)
                     self.mover.remove_wrong(turn, values)
 
     def _note_loaded(
-        self, piece: _Piece, wanted: Values, values: Values, why: Reason | None
+        self, item: _LoadRange, wanted: Values, values: Values, why: Reason | None
     ) -> None:
-        """Notes that values are loaded, if no value of `piece` before them is missing.
+        """Notes that values are loaded, if no value of `item` before them is missing.
 
-        wanted: all values of `piece`. why: the reason if the copy fell short, or None.
+        wanted: all values of `item`. why: the reason if the copy fell short, or None.
         """
         with self.lock:
-            if values and values.numbers[0] == wanted.numbers[piece.num_loaded]:
-                piece.num_loaded += len(values)
-                piece.reached = self.prompt.keys.end_of(values.numbers[-1] + 1)
-            if piece.num_loaded == len(wanted):
-                piece.reached = self._end_of(piece)
+            if values and values.numbers[0] == wanted.numbers[item.num_loaded]:
+                item.num_loaded += len(values)
+                item.reached = self.prompt.keys.end_of(values.numbers[-1] + 1)
+            if item.num_loaded == len(wanted):
+                item.reached = self._end_of(item)
             if why is not None:
-                self._gaps.append((piece, Shortfall(why)))
+                self._note_gap(item, Shortfall(why))
 
-    def _tokens_of(self, pieces: Sequence[_Piece]) -> int:
+    def _tokens_of(self, items: Sequence[_LoadRange]) -> int:
         """Returns the number of tokens before the first gap in one layer range."""
         tokens = self.first_token
-        for piece in pieces:
-            tokens = max(tokens, piece.reached)
-            if piece.reached < self._end_of(piece):
+        for item in items:
+            tokens = max(tokens, item.reached)
+            if item.reached < self._end_of(item):
                 break
         return tokens
 
-    def _end_of(self, piece: _Piece) -> int:
-        return self.prompt.keys.end_of(piece.blocks.stop)
+    def _end_of(self, item: _LoadRange) -> int:
+        return self.prompt.keys.end_of(item.blocks.stop)

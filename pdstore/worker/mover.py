@@ -26,7 +26,7 @@ from pdstore.worker.transfer.staging import PinnedMemory, Staging
 
 
 class Mover:
-    """Moves the values of a turn job, on the thread of its worker.
+    """Moves the values of a job, on the thread of its worker.
 
     It moves whole blocks, from the first to the last. Only verified values count as loaded.
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
 from pdstore.format import block
@@ -17,8 +15,8 @@ from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
 from pdstore.format.values import BlockRange, Values
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
-from pdstore.threads import Deadline, call_or
-from pdstore.worker.job import Job, Share, Work, WorkerTurn
+from pdstore.threads import Deadline
+from pdstore.worker.job import Job, Work, WorkerTurn, WorkItem
 from pdstore.worker.mover import Mover
 from pdstore.worker.values import PromptBlocks, bytes_of
 
@@ -26,16 +24,16 @@ _MOST_ROUNDS = 3
 _NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
 
 
-class _Piece(NamedTuple):
-    """Blocks of one layer range (None: of all layers), and the event that their copies wait for."""
+@dataclass(eq=False)
+class _SaveRange(WorkItem):
+    """Blocks of one layer range (None: of all layers)."""
 
     blocks: BlockRange
     layer_range: int | None
-    ready: ReadyEvent | None
 
 
 @dataclass(eq=False)
-class SaveWork(Work):
+class SaveWork(Work[_SaveRange]):
     """Saves blocks; then one match of all of them says how many another process can load.
 
     A save without a hand-off skips the leading blocks that are stored when it begins, and matches
@@ -55,30 +53,17 @@ class SaveWork(Work):
     is_awaited: bool = False
     first_save: tuple[int, float] | None = None
     _planned: tuple[int, bool] | None = field(default=None, init=False)
-    _waiting: deque[_Piece] = field(default_factory=deque, init=False)
-    _are_all: bool = field(default=False, init=False)  # True: all blocks are released
+    _is_closed: bool = field(default=False, init=False)  # True: all blocks are released
     _num_copying: int = field(default=0, init=False)  # released and not copied yet
     _progress: int = field(default=0, init=False)
     _ready: ReadyEvent | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self._at_once = self.mover.transfer.split.at_once
+
     @property
     def progress(self) -> int:
         return self._progress
-
-    @property
-    def num_ready(self) -> int:
-        return -(-len(self._waiting) // self.mover.transfer.split.at_once)
-
-    @property
-    def is_computed(self) -> bool:
-        count = min(self.mover.transfer.split.at_once, len(self._waiting))
-        ready = self._waiting[count - 1].ready if count else None  # the last to fire of a share
-        # if it cannot be asked, the share meets the error
-        return ready is None or call_or(lambda: ready.query(), True)
-
-    @property
-    def is_at_end(self) -> bool:
-        return self._are_all and not self._waiting
 
     def release(
         self,
@@ -91,13 +76,9 @@ class SaveWork(Work):
         """Lets the job read some layers of the blocks after the event `ready` has fired."""
         with self.lock:
             self._ready = ready
-            self._are_all = is_last
+            self._is_closed = is_last
             self._num_copying += len(ranges)
-            self._waiting += [_Piece(blocks, layer_range, ready) for blocks in ranges]
-
-    def next_share(self) -> Share:
-        count = min(self.mover.transfer.split.at_once, len(self._waiting))
-        return partial(self._save, [self._waiting.popleft() for _ in range(count)])
+            self._waiting += [_SaveRange(blocks, layer_range, ready=ready) for blocks in ranges]
 
     def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         if self.handoff is not None:
@@ -106,15 +87,16 @@ class SaveWork(Work):
         missing = self._first_missing(turn, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
-    def _save(self, pieces: Sequence[_Piece], turn: WorkerTurn) -> Reason | None:
+    def _move(self, items: Sequence[_SaveRange], turn: WorkerTurn) -> Reason | None:
         first, is_admitted = self._plan(turn)
         if not is_admitted:
             return Reason.NOT_ADMITTED
         moves = []
-        for blocks, layer_range, event in pieces:
-            ready = self.mover.context.copies.device_event_or_wait(event)
-            missing = BlockRange(min(max(blocks.first, first), blocks.stop), blocks.stop)
-            if values := self.prompt.values(missing, layer_range):
+        for item in items:
+            ready = self.mover.context.copies.device_event_or_wait(item.ready)
+            stop = item.blocks.stop
+            missing = BlockRange(min(max(item.blocks.first, first), stop), stop)
+            if values := self.prompt.values(missing, item.layer_range):
                 moves.append(Move(values, ready, on_store_error=partial(self._makes_room, turn)))
             else:
                 self._note_copied(turn)
@@ -183,7 +165,7 @@ class SaveWork(Work):
         """Counts a copied block range; after the last one, a save without hand-off is captured."""
         with self.lock:
             self._num_copying -= 1
-            is_captured = self._are_all and not self._num_copying and self.handoff is None
+            is_captured = self._is_closed and not self._num_copying and self.handoff is None
         if is_captured:
             turn.set_captured()
 
@@ -196,7 +178,7 @@ class SaveWork(Work):
             if missing is None:
                 return self._mark_stored(turn, handoff)
             # layers that are not released may not be computed yet, so they cannot be saved
-            if shortfall is not None and (shortfall.error is not None or not self._are_all):
+            if shortfall is not None and (shortfall.error is not None or not self._is_closed):
                 return shortfall
             if saves_left:
                 reason = self._save_again(turn, missing)
@@ -268,7 +250,7 @@ class SaveWork(Work):
 
 
 @dataclass(eq=False)
-class MarkWork(Work):
+class MarkWork(Work[WorkItem]):
     """Stores markers of a hand-off, and nothing else."""
 
     mover: Mover

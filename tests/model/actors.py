@@ -25,7 +25,7 @@ from pdstore.store.transfer import Split, TransferContext
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import put_beat
-from pdstore.worker.job import Job, WorkerTurn
+from pdstore.worker.job import Job, NoShare, Share
 from pdstore.worker.load import LoadWork
 from pdstore.worker.mover import Mover
 from pdstore.worker.save import MarkWork, SaveWork
@@ -37,11 +37,12 @@ from pdstore.worker.values import PromptBlocks
 from tests.model.replay import Body, Meanwhile, ReplayStore
 from tests.model.watch import STALL_S, Rules, Watch
 from tests.support.clock import Clock
+from tests.support.jobs import carry
 from tests.support.kv import POISON, settings_of
 
 INSTANCE = "2" * 32
 BLOCK_IDS = [2, 0, 1]
-SHARED = {"_waiting", "_released", "_are_all", "_cut", "_gaps", "num_ready", "is_at_end"}
+SHARED = {"_waiting", "_released", "_is_closed", "_cut", "_gaps", "poll"}
 """State that a load's worker and its follower share, under the lock of the load's work."""
 
 
@@ -154,11 +155,11 @@ class SteppedLoad(LoadWork):
 class TornLoad(SteppedLoad):
     """Finds its end by two looks, between which its follower may act."""
 
-    @property
-    def is_at_end(self) -> bool:
-        is_empty = self.num_ready == 0
+    def poll(self, *, takes: bool = False) -> Share | NoShare:
+        if self._waiting:
+            return super().poll(takes=takes)
         self.lock.reopen()
-        return is_empty and (self._are_all or bool(self._gaps))
+        return NoShare.DONE if self._is_closed else NoShare.NOT_YET
 
 
 class Steps:
@@ -333,17 +334,3 @@ class Actors:
 
     def _mark(self, mover: Mover, key: BlockKey, marker: Header) -> None:
         carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), seconds=60))
-
-
-def carry(job: Job) -> JobResult | None:
-    """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
-    while (child := job.begin_turn(lambda _: True, lambda _: None)) is not None:
-        call_child(child)
-    return job.result
-
-
-def call_child(child: WorkerTurn) -> None:
-    try:
-        child.run()
-    except Exception as error:  # noqa: BLE001 - as the worker threads do
-        child.fail(error)

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pdstore.errors import Direction, JobResult, Reason
-from pdstore.worker.job import Job, Share, Shortfall, Urgency, Work, WorkerTurn
+from pdstore.worker.job import Job, Shortfall, Urgency, Work, WorkerTurn, WorkItem
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 Body = Callable[[WorkerTurn], Reason | None]
 
 
-class Shares(Work):
+@dataclass(eq=False)
+class BodyItem(WorkItem):
+    """An item whose work is a function."""
+
+    body: Body
+
+
+class Shares(Work[BodyItem]):
     """Work made of functions: the shares, and one for the end. The functions set its progress."""
 
-    def __init__(self, *shares: Share, last: Body | None = None) -> None:
+    def __init__(self, *shares: Body, last: Body | None = None) -> None:
         super().__init__()
-        self.shares, self.last = list(shares), last
-        self.tokens, self.is_closed = 0, True
+        self._waiting.extend(map(BodyItem, shares))
+        self.last = last
+        self.tokens = 0
 
     @property
     def progress(self) -> int:
         return self.tokens
 
-    @property
-    def num_ready(self) -> int:
-        return len(self.shares)
-
-    @property
-    def is_at_end(self) -> bool:
-        return self.is_closed and not self.shares
-
-    def next_share(self) -> Share:
-        return self.shares.pop(0)
+    def _move(self, items: Sequence[BodyItem], child: WorkerTurn) -> Reason | None:
+        (item,) = items
+        return item.body(child)
 
     def conclude(self, child: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         reason = self.last(child) if self.last is not None else None
@@ -49,6 +51,18 @@ def job_of(
 ) -> Job:
     work = body if isinstance(body, Work) else Shares(last=body)
     return Job(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
+
+
+def carry(job: Job) -> JobResult | None:
+    """Does what a worker would do for a job now. Returns how it ended; None if it goes on."""
+    while (turn := job.begin_turn()) is not None:
+        try:
+            with turn:
+                while turn.do_share():
+                    pass
+        except Exception as error:  # noqa: BLE001, PERF203 - as the worker threads do
+            job.fail(error)
+    return job.result
 
 
 def ended(result: JobResult, direction: Direction = LOAD) -> Job:

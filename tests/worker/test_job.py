@@ -10,12 +10,7 @@ import pytest
 
 from pdstore.errors import JobError, JobResult, Reason, StoreUnavailable
 from pdstore.testing.values import start_background
-from pdstore.threads import Worker
-from tests.support.jobs import Shares, job_of
-
-
-def left(child):
-    """Takes the place of the queue, which hears that a worker has left its job."""
+from tests.support.jobs import Shares, carry, job_of
 
 
 def test_waiting_for_a_job_is_bounded():
@@ -39,13 +34,6 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
     assert heard == [JobResult(0)] * 2
 
 
-def carry(job, goes_on=lambda job: True) -> None:
-    """Does what a worker does with a job: takes a turn at it."""
-    children = [job.begin_turn(goes_on, left)]
-    worker = Worker("carrier", lambda: children.pop() if children else None)
-    assert worker.join(10)
-
-
 def test_a_block_copy_is_never_cut_short():
     inside: list = []
 
@@ -63,7 +51,7 @@ def test_a_block_copy_is_never_cut_short():
 
 def test_an_end_waits_for_the_last_of_several_copies():
     job = job_of(Shares(lambda child: None, lambda child: None))
-    first, second = job.begin_turn(lambda job: True, left), job.begin_turn(lambda job: True, left)
+    first, second = job.begin_turn(), job.begin_turn()
     with first.copying():
         with second.copying():
             job.cancel()
@@ -73,7 +61,7 @@ def test_an_end_waits_for_the_last_of_several_copies():
 
 def test_nothing_touches_the_cache_after_the_end():
     job = job_of()
-    child = job.begin_turn(lambda job: True, left)
+    child = job.begin_turn()
     job.cancel()
     with pytest.raises(JobError), child.copying():
         pytest.fail("a copy began")
@@ -84,7 +72,7 @@ def test_nothing_touches_the_cache_after_the_end():
 def test_an_end_and_a_copy_that_begin_at_once_never_overlap():
     for _ in range(300):
         job = job_of(Shares(lambda child: None))
-        child, start, seen = job.begin_turn(lambda job: True, left), threading.Barrier(2), []
+        child, start, seen = job.begin_turn(), threading.Barrier(2), []
 
         def copy(job=job, child=child, start=start, seen=seen):
             start.wait(10)
@@ -157,4 +145,4 @@ def job():
 
 @pytest.fixture
 def child(job):
-    return job.begin_turn(lambda job: False, left)
+    return job.begin_turn()

@@ -220,11 +220,10 @@ class HeldWhileCounted(Shares):
         super().__init__(lambda child: None)
         self.gate, self.is_held = gate, False
 
-    @property
-    def num_ready(self) -> int:
+    def poll(self, *, takes: bool = False):
         self.is_held = True
         self.gate.wait()
-        return super().num_ready
+        return super().poll(takes=takes)
 
 
 def test_a_child_forked_while_a_thread_holds_the_locks_is_refused_at_once(make, gate):
