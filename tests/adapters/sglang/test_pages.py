@@ -89,3 +89,18 @@ def test_a_host_pool_of_another_kind_or_layout_is_refused():
 def test_tokens_that_are_no_whole_pages_are_refused(indices, count):
     with pytest.raises(LayoutError, match=f"not {count} pages of 64"):
         pages_of(wheel.mha_pool()).numbers(indices, count)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "pinned"),
+    [
+        (wheel.mha_pool, "layer_first", "7b202ae6ed81d56158b5741138b9ac1a"),
+        (wheel.mha_pool, "page_first", "ea1eb73c3f344c1c69357325b0530fb1"),
+        (wheel.mla_pool, "page_first", "911bdf19855c5af50fc2677119f5d452"),
+    ],
+)
+def test_the_namespace_of_host_pages_is_what_it_always_was(make, layout, pinned):
+    """Another digest is another namespace: what an older version has stored would not be found."""
+    pages = [pages_of(make(layout=layout), rank, 2) for rank in range(2)]
+    namespaces = [each.model.namespace(settings_of(), weights="w") for each in pages]
+    assert [each.hex for each in namespaces] == [pinned] * 2

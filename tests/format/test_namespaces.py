@@ -1,0 +1,87 @@
+"""Namespaces of each kind of layout are pinned: their digests, and the fields as others see them.
+
+Another digest is another namespace: what an older version has stored would not be found any more.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.settings import read_settings
+
+PINNED = json.loads((Path(__file__).parent / "vectors" / "namespaces.json").read_text())
+FULL = LayerSpec(8, 128)
+OTHER_VALUES = LayerSpec(8, 192, value_dim=128)
+SLIDING = LayerSpec(4, 64, kind="sliding", window=1024, table=1)
+MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
+ROPE = '{"rope_theta": 10000.0}'
+
+LAYOUTS = {
+    "full": {"layers": [FULL] * 32},
+    "full with K and V of other sizes": {"layers": [OTHER_VALUES] * 4},
+    "full in shards": {"layers": [FULL] * 4, "tp_size": 2, "tp_rank": 1},
+    "full in stages": {"layers": [FULL] * 40, "pipeline": Pipeline((0,) * 20 + (1,) * 20, 1)},
+    "mla": {"layers": [MLA] * 61, "rope": ROPE, "quantization": '["fp8", "auto"]'},
+    "mla on several ranks": {"layers": [MLA] * 27, "tp_size": 8, "tp_rank": 3},
+    "windows": {"layers": [FULL, SLIDING] * 3, "gives_back": True},
+    "windows only": {"layers": [LayerSpec(4, 64, kind="sliding", window=4096)] * 8},
+    "drafts": {"layers": [FULL] * 5, "draft_layers": 1},
+    "drafts with MLA": {"layers": [FULL, FULL, MLA], "draft_layers": 1},
+    "images": {"layers": [FULL] * 2, "items": "name, sha256"},
+    "pages of a CPU": {"layers": [FULL] * 2, "page": "vllm-cpu:amx"},
+    "pages of a CPU, in shards": {"layers": [FULL] * 2, "page": "vllm-cpu:vec", "tp_size": 4},
+    "pages of a CPU, with windows": {
+        "layers": [FULL, SLIDING],
+        "page": "vllm-cpu:vec16",
+        "gives_back": True,
+    },
+    "host pages": {"layers": [FULL] * 28, "page": "sglang:page_first"},
+    "host pages of MLA": {"layers": [MLA] * 61, "page": "sglang:layer_first"},
+}
+SETTINGS = {
+    "a salt": {"salt": "secret"},
+    "a salt with white space": {"salt": " secret\n"},
+    "a seal": {"seal_key_file": "/run/keys/seal"},
+    "layer ranges": {"layer_ranges": 2},
+    "shards": {"kv_shards": 4},
+    "block tokens": {"block_tokens": 256},
+}
+
+
+def pinned_of(layout: dict, given: dict) -> dict:
+    settings = read_settings(**{"block_tokens": 64, **given})
+    common = {"dtype": "bfloat16", "engine_block_tokens": 16, "rope": ""}
+    made = Layout.of(settings, **{**common, **layout}).namespace(settings, weights="sha256:00")
+    return {
+        "hex": made.hex,
+        "described": dict(made.described),
+        "parts": [list(part) for part in made.parts],
+        "block_tokens": made.block_tokens,
+        "num_shards": made.num_shards,
+        "windows": {str(group): window for group, window in made.windows.items()},
+    }
+
+
+CASES = {
+    **{name: (layout, {}) for name, layout in LAYOUTS.items()},
+    **{name: (LAYOUTS["drafts"], given) for name, given in SETTINGS.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_namespace_is_what_it_always_was(name):
+    assert pinned_of(*CASES[name]) == PINNED[name]
+
+
+def test_stages_and_ranks_that_each_hold_all_of_mla_are_no_part_of_a_namespace():
+    assert pinned_of({"layers": [FULL] * 40}, {})["hex"] == PINNED["full in stages"]["hex"]
+    assert pinned_of({"layers": [MLA] * 27}, {})["hex"] == PINNED["mla on several ranks"]["hex"]
+
+
+def test_no_two_pinned_namespaces_are_one():
+    assert CASES.keys() == PINNED.keys()
+    assert len({each["hex"] for each in PINNED.values()}) == len(PINNED)
