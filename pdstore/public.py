@@ -21,9 +21,10 @@ from pdstore.errors import (
     StoreUnavailable,
     SwapError,
 )
+from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import MultimodalItem, Namespace, PromptKeys
-from pdstore.format.layout import NO_BLOCK, LayerSpec, Layout, Pipeline
+from pdstore.format.layout import LayerSpec, Layout, Pipeline
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes

@@ -211,9 +211,7 @@ class EngineRequest:
         self.num_present = num_present
         if self.found is None or not self.may_load or num_present >= num_tokens - 1:
             return num_present  # the last token is computed anyway
-        # The engine computes the last token again. If it were told that all tokens are present, it
-        # would give back the block that only the last token's window still reads.
-        most = num_tokens - 1 if self.keys.namespace.windows else num_tokens
+        most = self.keys.namespace.continuation.most_present(num_tokens)
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))
         is_followed = self.found.follow is not None and self.settings.load == "auto"
         if self.prompt_times is None or is_followed:  # D is no faster than P

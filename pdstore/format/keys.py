@@ -33,6 +33,8 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple, NewType, TypeAlias, Union, cast
 
+from pdstore.format.continuation import Continuation
+
 FORMAT_VERSION = 2
 HASH_BYTES = 16
 HEX_ID = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
@@ -73,7 +75,7 @@ class Namespace:
 
     fields: the properties by name, as `Layout.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
-    windows: the length in tokens of each sliding window, by the number of its KV group.
+    needs: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
     digest: a digest of `fields`; passed only by callers that know the digest but not the fields.
     """
@@ -82,7 +84,7 @@ class Namespace:
     parts: tuple[Part, ...]
     block_tokens: int
     num_shards: int = 1
-    windows: Mapping[int, int] = field(default_factory=dict)
+    needs: Mapping[int, int] = field(default_factory=dict)
     bare_salt: str | None = None
     digest: bytes = b""
 
@@ -93,6 +95,11 @@ class Namespace:
     @property
     def hex(self) -> str:
         return self.digest.hex()
+
+    @property
+    def continuation(self) -> Continuation:
+        """Which blocks of each KV group must be there for an engine to go on at a token."""
+        return Continuation(self.block_tokens, self.needs)
 
     @cached_property
     def described(self) -> Mapping[str, str]:

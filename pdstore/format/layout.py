@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
 from pdstore.errors import LayoutError
+from pdstore.format.continuation import Continuation, needs_of
 from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import MAX_LAYER_RANGES, Settings
-
-NO_BLOCK = -1
-"""Entry of a block table for a block that the engine has freed behind a sliding window."""
-
-BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 MAX_RANGES = 4
 RANGE_BYTES = 1 << 20
@@ -129,18 +125,20 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        A stored block is one engine block if `page` is given, or if the engine `gives_back` (frees)
-        blocks behind a sliding window. A larger block could then lie partly behind the window.
+        A stored block is one engine block if `page` is given. It is also one if a layer does not
+        need all earlier tokens and the engine `gives_back` (frees) blocks that no layer needs: a
+        larger block could then lie partly behind a sliding window.
         """
         if page is not None and settings.salt is not None:
             raise LayoutError(
                 "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with"
                 " what an earlier request left in them: they cannot be used together"
             )
+        has_gaps = gives_back and any(spec.window for spec in layers)
         layout = cls(
             dtype=dtype,
             layers=tuple(layers),
-            block_tokens=engine_block_tokens if gives_back or page else settings.block_tokens,
+            block_tokens=engine_block_tokens if has_gaps or page else settings.block_tokens,
             engine_block_tokens=engine_block_tokens,
             rope=rope,
             quantization=quantization,
@@ -229,13 +227,10 @@ class Layout:
         return 1 + max(spec.table for spec in self.layers)
 
     @cached_property
-    def has_windows(self) -> bool:
-        """True if any layer has a sliding window: then block tables may hold NO_BLOCK."""
-        return any(spec.window for spec in self.layers)
-
-    def has_window(self, table: int) -> bool:
-        """Returns whether block table `table` may hold NO_BLOCK, because of a sliding window."""
-        return any(spec.table == table and spec.window for spec in self.layers)
+    def continuation(self) -> Continuation:
+        """Which blocks of each block table must be there for an engine to go on at a token."""
+        needs = needs_of((spec.table, spec.window) for spec in self.layers)
+        return Continuation(self.block_tokens, needs, self.block_tokens // self.engine_block_tokens)
 
     def table_of(self, part: Part) -> int:
         """Returns the number of the block table that has the block ids of a part."""
@@ -341,17 +336,12 @@ class Layout:
             fields["seal"] = "aes-256-gcm"
         if self.items is not None:
             fields["items"] = self.items
-        windows = {
-            group: window
-            for group in range(len(self.groups))
-            if (window := self._spec(group).window) is not None
-        }
         return Namespace(
             fields,
             self.parts,
             self.block_tokens,
             num_shards=self.grid_shards,
-            windows=windows,
+            needs=needs_of((n, self._spec(n).window) for n in range(len(self.groups))),
             bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
         )
 

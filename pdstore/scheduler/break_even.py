@@ -123,7 +123,7 @@ class PromptTimes:
         """Returns a PromptTimes; None if PDSTORE_LOAD is `always`, because nothing is decided."""
         if settings.load == "always":
             return None
-        may_split = not namespace.windows
+        may_split = namespace.continuation.needs_all
         return cls(settings.load, namespace.block_tokens, may_split=may_split, metrics=metrics)
 
     def decide(self, name: Hashable, *, start: int, found: int, num_tokens: int) -> Decision:

@@ -235,17 +235,17 @@ class _FailedAfter(StoreError):
 def num_usable(store: Store, keys: PromptKeys) -> int:
     """Returns after how many leading blocks an engine can continue if it loads them.
 
-    Of a KV group with a sliding window, the engine needs only the blocks in the window before the
-    token where it continues. If one is missing, it continues where that begins. Raises StoreError.
+    Of some KV groups, the engine does not need all earlier blocks (`Continuation.blocks`). If a
+    needed one is missing, it continues where that begins. Raises StoreError.
     """
-    parts, windows = keys.namespace.parts, keys.namespace.windows
-    if not windows:
+    parts, continuation = keys.namespace.parts, keys.namespace.continuation
+    if continuation.needs_all:
         # the pool has nothing of most prompts, and making all keys of a long prompt takes long
         first = keys.prefix(keys.block_tokens).store_keys(parts)
         if len(keys) > _SHORT and _match(store, first) < len(first):
             return 0
         return _match_whole(store, keys)
-    whole = [part for part in parts if part.group not in windows]
+    whole = [part for part in parts if part.group not in continuation.needs]
     count, error = _match_blocks(store, keys, whole) if whole else (len(keys), None)
     for _ in range(_MOST_GAPS):
         gap = _last_gap(store, keys.prefix(keys.end_of(count))) if count else None
@@ -283,12 +283,15 @@ def _match(store: Store, keys: Sequence[BlockKey]) -> int:
 
 
 def _last_gap(store: Store, keys: PromptKeys) -> int | None:
-    """Returns the last block that is missing in the windows before the end of `keys`, or None."""
+    """Returns the last missing block of those needed to go on after `keys`; None if none is.
+
+    Only of KV groups that do not need all blocks.
+    """
+    continuation = keys.namespace.continuation
     wanted: list[tuple[int, BlockKey]] = []
     for part in keys.namespace.parts:
-        window = keys.namespace.windows.get(part.group)
-        if window is not None:
-            first = max(0, keys.num_tokens - window) // keys.block_tokens
+        if part.group in continuation.needs:
+            first = continuation.blocks(part.group, keys.num_tokens).start
             wanted += enumerate(keys.store_keys([part], first), first)
     wanted.sort(key=lambda pair: -pair[0])
     found = _match(store, [key for _, key in wanted])

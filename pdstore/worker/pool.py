@@ -14,9 +14,10 @@ import torch
 from pdstore.async_runner import DevicePin
 from pdstore.errors import Direction, LayoutError, ReadOnly, SwapError
 from pdstore.format.block import Header
+from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, Namespace, PromptKeys
-from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
@@ -238,7 +239,7 @@ class KVPool:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
         num_blocks = self._swap.num_blocks
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
-        check_windows(self.layout, tables)
+        self.layout.continuation.check_gaps(tables)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
@@ -397,22 +398,10 @@ def tables_of(
                 f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
             )
         used = table[first:need]
-        lowest = NO_BLOCK if layout.has_window(number) else 0
+        lowest = NO_BLOCK if number in layout.continuation.needs else 0
         if used and not lowest <= min(used) <= max(used) < num_blocks:
             raise LayoutError(
                 f"block ids {min(used)}..{max(used)} are not all in the cache of"
                 f" {num_blocks} blocks"
             )
     return tables
-
-
-def check_windows(layout: Layout, tables: BlockTables) -> None:
-    """Raises LayoutError if a sliding window begins inside a block of the pool."""
-    per_block = layout.block_tokens // layout.engine_block_tokens
-    for table in tables:
-        num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
-        if num_gone % per_block:
-            raise LayoutError(
-                f"a window begins inside a block of {layout.block_tokens} tokens: the pool's block"
-                f" must be the engine's, of {layout.engine_block_tokens}"
-            )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pdstore.format import block
+from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.keys import Part, PromptKeys
-from pdstore.format.layout import NO_BLOCK, BlockTables, Layout
+from pdstore.format.layout import Layout
 from pdstore.format.values import BlockRange, Values
 
 Tables = tuple[Sequence[int], ...]
@@ -38,7 +39,7 @@ class PromptBlocks:
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
         """Returns the values of some blocks, of one layer range or (None) of all layers.
 
-        A value is left out if a sliding window has given back one of its engine blocks.
+        A value is left out if one of its engine blocks is not there (NO_BLOCK).
         """
         with self._making:  # all workers of a job use the same columns
             values = self._of_layers(layer_range)
@@ -49,17 +50,11 @@ class PromptBlocks:
         """Returns the largest number of tokens, up to `end`, after which an engine can go on.
 
         An engine can go on from the end of the prompt, from `first_token` tokens, and from the end
-        of each block where the sliding windows still have all engine blocks that they need.
+        of each block where the block tables have all engine blocks that it needs.
         """
         if end == self.keys.num_tokens:
             return end
-        size, step = self.layout.block_tokens, self._per_block
-        windows = {(spec.table, spec.window) for spec in self.layout.layers if spec.window}
-        for stop in range(end // size, first_token // size, -1):
-            starts = [(table, max(0, stop * size - window) // size) for table, window in windows]
-            if not any(NO_BLOCK in self.tables[n][at * step : stop * step] for n, at in starts):
-                return stop * size
-        return first_token
+        return self.layout.continuation.usable_end(self.tables, end, first_token)
 
     def values_from(self, first_block: int, layer_range: int | None = None) -> Values:
         """Returns the values of the blocks from `first_block` on."""
@@ -83,7 +78,7 @@ class PromptBlocks:
             tail = self._of_length(keys.tokens_of(num_full), BlockRange(num_full, num_full + 1))
             columns = zip(vars(values).values(), vars(tail).values(), strict=True)
             values = Values(*[[*full, *last] for full, last in columns])
-        if self.layout.has_windows:
+        if not self.layout.continuation.needs_all:
             there = [i for i, ids in enumerate(values.block_ids) if NO_BLOCK not in ids]
             values = values.chosen(there)
         lengths = dict.fromkeys(values.numbers, size)

@@ -62,7 +62,7 @@ def pinned_of(layout: dict, given: dict) -> dict:
         "parts": [list(part) for part in made.parts],
         "block_tokens": made.block_tokens,
         "num_shards": made.num_shards,
-        "windows": {str(group): window for group, window in made.windows.items()},
+        "windows": {str(group): tokens for group, tokens in made.needs.items()},
     }
 
 

@@ -43,8 +43,8 @@ def test_only_tokens_of_the_last_block_are_left_out_for_a_shorter_hand_off(num_t
 
 
 FULL = Namespace({"n": 1}, (Part(0, 0), Part(0, 1)), block_tokens=4, num_shards=2)
-MIXED = Namespace({"n": 2}, (Part(0, 0), Part(1, 0)), block_tokens=4, windows={1: 6})
-SLIDING = Namespace({"n": 3}, (Part(0, 0),), block_tokens=4, windows={0: 6})
+MIXED = Namespace({"n": 2}, (Part(0, 0), Part(1, 0)), block_tokens=4, needs={1: 6})
+SLIDING = Namespace({"n": 3}, (Part(0, 0),), block_tokens=4, needs={0: 6})
 
 
 def keys_of(namespace, num_tokens=38) -> PromptKeys:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
 
 from pdstore import KVPool, LayerSpec, Layout, PromptKeys, Reason
 from pdstore.errors import LayoutError
-from pdstore.format.layout import NO_BLOCK
+from pdstore.format.continuation import NO_BLOCK
 from tests.support.kv import POISON, caches_of, settings_of
 
 WINDOW, BLOCK = 40, 16
@@ -106,6 +107,13 @@ def test_a_full_layer_has_a_block_for_every_token(half):
         p.pool.save(keys, [[NO_BLOCK] * 4, SLIDING_IDS])
     with pytest.raises(LayoutError, match="1 block tables; the layout has 2"):
         p.pool.save(keys, FULL_IDS)
+
+
+def test_a_table_that_a_full_layer_shares_with_a_sliding_one_has_a_block_for_every_token(half):
+    """Else the load would count tokens of which the full layer has nothing."""
+    p = half([FULL, SLIDING, dataclasses.replace(FULL, table=1)])
+    with pytest.raises(LayoutError, match="block ids -1"):
+        p.pool.load(p.cache.keys(range(160)), [FULL_IDS, behind(SLIDING_IDS, 160)])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 100])

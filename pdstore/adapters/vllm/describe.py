@@ -150,7 +150,7 @@ def layout_of(
         dtype=str(first.dtype).removeprefix("torch."),
         layers=list(layers.values()),
         engine_block_tokens=first.shape[1],
-        gives_back=any(spec.window for spec in layers.values()),
+        gives_back=True,
         rope=_shaping(vllm_config, list(layers)),
         quantization=None if is_plain else canonical([weights, str(cache_dtype)]),
         page=_page(vllm_config, own_name) if first.device.type == "cpu" else None,

@@ -1,7 +1,7 @@
 """Messages between the connector's scheduler side and its worker side.
 
 vLLM sends them, pickled, between processes of one instance, and never stores them. Block ids are
-arrays of int64; -1 stands for a block that a sliding window has moved past.
+arrays of int64, with NO_BLOCK where vLLM has its block 0, which holds nothing.
 `KVPool` keeps references to the arrays: do not change them.
 """
 
@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pdstore.engine.request import JobEnd, LoadPlan, SavePlan
 from pdstore.errors import ConfigError
+from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import Namespace
-from pdstore.format.layout import NO_BLOCK
 
-NULL_BLOCK = 0
-"""vLLM's block id for a place in a block table that a sliding window has moved past."""
+_NULL_BLOCK = 0
+"""vLLM's own NO_BLOCK."""
 
 Tables = list["array[int]"]
 """A request's block ids, in token order: one array for each KV group."""
@@ -35,7 +35,7 @@ Tables = list["array[int]"]
 def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
     """Returns the first `num_blocks` ids of each of vLLM's block tables, in KVPool's form."""
     return [
-        array("q", [NO_BLOCK if id == NULL_BLOCK else id for id in table[:num_blocks]])
+        array("q", [NO_BLOCK if id == _NULL_BLOCK else id for id in table[:num_blocks]])
         for table in block_ids
     ]
 

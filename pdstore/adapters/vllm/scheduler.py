@@ -16,7 +16,6 @@ from typing import Any
 from pdstore.adapters.vllm.contents import Content, Contents
 from pdstore.adapters.vllm.describe import keys_of
 from pdstore.adapters.vllm.messages import (
-    NULL_BLOCK,
     LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
@@ -28,9 +27,9 @@ from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, LoadPlan, SavePlan
+from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Json
-from pdstore.format.layout import BlockTables
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -403,12 +402,13 @@ class Saves:
             return []
         first = plan.first_read // self.block_tokens
         end = -(-plan.keys.num_tokens // self.block_tokens)
-        held = dict.fromkeys(id for table in ids for id in table[first:end] if id != NULL_BLOCK)
+        tables = tables_of(ids, end)
+        held = dict.fromkeys(id for table in tables for id in table[first:] if id != NO_BLOCK)
         blocks = [self.block_pool.blocks[id] for id in held]
         self.block_pool.touch(blocks)
         self._num_saves += 1
         self._held[self._num_saves] = blocks, self.num_ranks
-        return [SaveSpec(self._num_saves, request_id, plan, tables_of(ids, end), self.weights)]
+        return [SaveSpec(self._num_saves, request_id, plan, tables, self.weights)]
 
     @property
     def is_cache_empty(self) -> bool:

@@ -25,7 +25,8 @@ from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.engine.request import JobEnd
 from pdstore.engine.self_test import self_test
 from pdstore.errors import Direction, Reason
-from pdstore.format.layout import NO_BLOCK, Layout
+from pdstore.format.continuation import NO_BLOCK
+from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.threads import call_or
@@ -132,7 +133,7 @@ class PDStoreConnectorWorker:
         config = self.vllm_config
         overlaps = config.max_concurrent_batches > 1  # vLLM takes 10 ms to find this out
         is_safe = not overlaps or config.kv_transfer_config.is_kv_consumer
-        self.loads_at_once = is_safe and not pool.namespace.windows
+        self.loads_at_once = is_safe and pool.namespace.continuation.needs_all
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def handshake(self) -> RankLayout | None:
@@ -157,8 +158,8 @@ class PDStoreConnectorWorker:
         block on. vLLM cannot be told of a block that a sliding window has given back; with several
         KV groups, it cannot be told of any block.
         """
-        has_windows = self._rank_layout is not None and self._rank_layout.namespace.windows
-        return len(self.kv_cache_config.kv_cache_groups) > 1 or bool(has_windows)
+        has_gaps = self._pool is not None and not self._pool.namespace.continuation.needs_all
+        return has_gaps or len(self.kv_cache_config.kv_cache_groups) > 1
 
     @property
     def is_idle(self) -> bool:

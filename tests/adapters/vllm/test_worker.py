@@ -89,7 +89,7 @@ def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
 
 
 def test_with_a_window_a_load_fails_whole(worker, instance):
-    object.__setattr__(instance.namespace, "windows", {0: 64})
+    object.__setattr__(instance.namespace, "needs", {0: 64})
     worker.use_pool(instance.pool)
     assert load(worker, LoadSpec("request", None, [IDS[4:10]]))
     bad = worker.pop_bad_blocks()
@@ -97,7 +97,7 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
 
 
 @pytest.mark.parametrize(
-    ("config", "windows", "at_once"),
+    ("config", "needs", "at_once"),
     [
         ({}, {}, True),
         ({"batches": 2}, {}, True),
@@ -108,9 +108,9 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     ids=["no overlap", "kept by vLLM", "not kept in a producer", "a producer", "a window"],
 )
 def test_a_load_that_waits_for_no_step_begins_behind_the_launch_of_its_own(
-    worker, instance, config, windows, at_once
+    worker, instance, config, needs, at_once
 ):
-    object.__setattr__(instance.namespace, "windows", windows)
+    object.__setattr__(instance.namespace, "needs", needs)
     worker.vllm_config = vllm_config(**config)
     worker.use_pool(instance.pool)
     worker.vllm_config = None  # no step may ask it: an answer took 10 ms

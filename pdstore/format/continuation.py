@@ -1,0 +1,98 @@
+"""Continuation: which blocks of a prompt must be there for an engine to go on at a token."""
+
+# Decision: docs/decisions/007-sliding-windows.md
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pdstore.errors import LayoutError
+
+NO_BLOCK = -1
+"""Entry of a block table for a block that is not there: a sliding window has moved past it."""
+
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tells which blocks must be there for an engine to go on at a token.
+
+    It is asked of KV groups (`Namespace.continuation`) and of block tables (`Layout.continuation`).
+    Full attention needs all blocks before that token, a sliding window only the last ones.
+
+    block_tokens: the number of tokens in a block of the pool.
+    needs: for each KV group or block table that does not need all earlier tokens, by its number:
+      how many of the last tokens it needs.
+    block_entries: the number of entries of a block table that make up a block of the pool.
+    """
+
+    block_tokens: int
+    needs: Mapping[int, int] = field(default_factory=dict)
+    block_entries: int = 1
+
+    @property
+    def needs_all(self) -> bool:
+        """True if all blocks must be there: then a prefix of usable blocks is usable itself."""
+        return not self.needs
+
+    def blocks(self, of: int, num_tokens: int) -> range:
+        """Returns the blocks that must be there to go on after `num_tokens` tokens, by number.
+
+        of: the number of a KV group or of a block table.
+        """
+        first_token = max(0, num_tokens - self.needs.get(of, num_tokens))
+        return range(first_token // self.block_tokens, -(-num_tokens // self.block_tokens))
+
+    def most_present(self, num_tokens: int) -> int:
+        """Returns how many of a prompt's tokens an engine may at most be told to have.
+
+        An engine computes the last token again, even if it has all tokens. Told so, it would give
+        back the block that only the last token's window still needs.
+        """
+        return num_tokens if self.needs_all else num_tokens - 1
+
+    def usable_end(self, tables: BlockTables, end: int, start: int) -> int:
+        """Returns the largest number of tokens, up to `end`, after which an engine can go on.
+
+        Of all ends of blocks after `start`, it is one before which the block tables have all needed
+        blocks; else `start`, at which the engine is.
+        """
+        for stop in range(end // self.block_tokens, start // self.block_tokens, -1):
+            num_tokens = stop * self.block_tokens
+            needed = {of: self.blocks(of, num_tokens) for of in self.needs}
+            if not any(self._has_gap(tables[of], blocks) for of, blocks in needed.items()):
+                return num_tokens
+        return start
+
+    def check_gaps(self, tables: BlockTables) -> None:
+        """Raises LayoutError if only a part of some block is there, because a window begins in it.
+
+        Such a block cannot be loaded: a stored value is a whole block.
+        """
+        for table in tables:
+            num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
+            if num_gone % self.block_entries:
+                raise LayoutError(
+                    f"a window begins inside a block of {self.block_tokens} tokens: the pool's"
+                    " block must be the engine's, of"
+                    f" {self.block_tokens // self.block_entries}"
+                )
+
+    def _has_gap(self, table: Sequence[int], blocks: range) -> bool:
+        step = self.block_entries
+        return NO_BLOCK in table[blocks.start * step : blocks.stop * step]
+
+
+def needs_of(layers: Iterable[tuple[int, int | None]]) -> dict[int, int]:
+    """Returns `Continuation.needs`: what the layers of a KV group or block table need together.
+
+    layers: for each layer the number of its KV group or block table, and how many of the last
+      tokens the layer needs; None for all.
+    """
+    needs: dict[int, int | None] = {}
+    for of, need in layers:
+        other = needs.get(of, 0)
+        needs[of] = None if need is None or other is None else max(need, other)
+    return {of: need for of, need in needs.items() if need is not None}

@@ -1,0 +1,95 @@
+"""Continuation: which blocks are needed, from where an engine can go on, and which gaps are bad."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdstore.errors import LayoutError
+from pdstore.format.continuation import NO_BLOCK, Continuation, needs_of
+from pdstore.format.layout import LayerSpec, Layout
+from pdstore.settings import read_settings
+
+BLOCK = 4
+FULL, SLIDING, STATE = 0, 1, 2
+EACH = Continuation(BLOCK, {SLIDING: 6, STATE: 1})
+
+
+@given(num_tokens=st.integers(0, 100), need=st.integers(1, 100))
+def test_a_block_is_needed_if_it_has_one_of_the_last_tokens(num_tokens, need):
+    tokens = range(max(0, num_tokens - need), num_tokens)
+    some = Continuation(BLOCK, {SLIDING: need})
+    assert list(some.blocks(SLIDING, num_tokens)) == sorted({n // BLOCK for n in tokens})
+    assert list(some.blocks(FULL, num_tokens)) == sorted({n // BLOCK for n in range(num_tokens)})
+
+
+def test_full_attention_a_window_and_a_state_need_all_some_and_the_last_block():
+    assert [EACH.blocks(of, 21) for of in (FULL, SLIDING, STATE)] == [
+        range(6),
+        range(3, 6),
+        range(5, 6),
+    ]
+
+
+@given(
+    first_there=st.lists(st.integers(0, 25), min_size=2, max_size=2),
+    end=st.integers(0, 100),
+    start_block=st.integers(0, 25),
+    step=st.sampled_from([1, 2]),
+)
+def test_an_engine_goes_on_from_the_last_end_before_which_all_needed_blocks_are_there(
+    first_there, end, start_block, step
+):
+    """Compared with each token looked at alone, for tables whose first blocks were given back."""
+    start = start_block * BLOCK
+    gone = {SLIDING: first_there[0], STATE: first_there[1]}
+    tables = [[7] * 25 * step for _ in range(3)]
+    for of, count in gone.items():
+        tables[of][: count * step] = [NO_BLOCK] * min(count * step, 25 * step)
+
+    def can_go_on(stop: int) -> bool:
+        return all(
+            n // BLOCK >= gone[of]
+            for of, need in EACH.needs.items()
+            for n in range(max(0, stop - need), stop)
+        )
+
+    stops = [n for n in range(start + 1, end + 1) if n % BLOCK == 0 and can_go_on(n)]
+    asked = Continuation(BLOCK, EACH.needs, step)
+    assert asked.usable_end(tables, end, start) == max(stops, default=start)
+
+
+def test_an_engine_that_does_not_need_all_computes_the_last_token_with_what_it_needs():
+    assert Continuation(BLOCK).most_present(21) == 21
+    assert EACH.most_present(21) == 20
+
+
+def test_a_table_needs_what_each_of_its_layers_needs():
+    layers = [(FULL, None), (SLIDING, 6), (SLIDING, 9), (STATE, 1), (3, 6), (3, None), (4, None)]
+    assert needs_of([*layers, (4, 6)]) == {SLIDING: 9, STATE: 1}
+
+
+def test_a_block_that_is_there_in_part_is_refused():
+    pairs = Continuation(BLOCK, {SLIDING: 6}, block_entries=2)
+    for num_gone in (0, 2, 4):
+        pairs.check_gaps([[7] * 6, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
+    for num_gone in (1, 3, 5):
+        with pytest.raises(LayoutError, match=r"block of 4 tokens: the pool's .* engine's, of 2"):
+            pairs.check_gaps([[7] * 6, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
+
+
+@pytest.mark.parametrize(("window", "size"), [(None, 64), (40, 16)])
+def test_the_pools_block_is_the_engines_only_if_a_layer_does_not_need_all(window, size):
+    layers = [LayerSpec(2, 8), LayerSpec(2, 8, window=window, table=1)]
+    made = Layout.of(
+        read_settings(block_tokens=64),
+        dtype="float32",
+        layers=layers,
+        engine_block_tokens=16,
+        rope="",
+        gives_back=True,
+    )
+    assert made.block_tokens == size
+    assert made.continuation.needs == ({} if window is None else {1: window})
+    assert made.namespace(read_settings(), weights="w").needs == made.continuation.needs
