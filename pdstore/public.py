@@ -2,7 +2,7 @@
 
 from pdstore.async_runner import AsyncRunner
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, JobEnd, LoadPlan, SavePlan
+from pdstore.engine.request import EngineRequest, JobEnd
 from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import MultimodalItem, Namespace, PromptKeys
 from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.format.plan import LoadPlan, SavePlan
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes

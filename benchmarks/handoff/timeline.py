@@ -19,7 +19,7 @@ WATCHED = {
     "pdstore.scheduler.lookup:Lookup.finish": "lookup ends",
     "pdstore.worker.pool:KVPool.begin_save": "begin save",
     "pdstore.worker.save:OpenSave.layers_done": "layers done",
-    "pdstore.worker.pool:KVPool.load": "begin load",
+    "pdstore.worker.pool:KVPool.begin_load": "begin load",
     "pdstore.worker.store_ends:InPlaceEnd.save": "save",
     "pdstore.worker.store_ends:InPlaceEnd.load_window": "load",
     "pdstore.worker.store_ends:StagedEnd.save": "save",

@@ -122,7 +122,7 @@ class Adapter:
             if end > 0:
                 plan = tracked.state.plan_load(end, len(request.block_ids) * self._block_size)
                 with self._recording(tracked.state, pdstore.Direction.LOAD):
-                    tracked.load = self.pool.load(plan.keys, request.block_ids, follow=plan.follow)
+                    tracked.load = self.pool.begin_load(plan, request.block_ids)
                 self._record_end(tracked.state, tracked.load)
         return tracked.load is not None
 
@@ -227,18 +227,8 @@ class Adapter:
 
     def _begin_save(self, request: Request, plan: pdstore.SavePlan) -> pdstore.OpenSave:
         tracked = self._requests[request]
-        for handoff, num_tokens in plan.starts:
-            self.pool.start_handoff(handoff, num_tokens)
         with self._recording(tracked.state, pdstore.Direction.SAVE, plan.handoff):
-            save = self.pool.begin_save(
-                plan.keys,
-                request.block_ids,
-                first_token=plan.first_token,
-                handoff=plan.handoff,
-                after=tuple(tracked.saves),
-                is_awaited=plan.is_awaited,
-                first_save=plan.first_save,
-            )
+            save = self.pool.begin_save(plan, request.block_ids, after=tuple(tracked.saves))
         if plan.handoff is not None:
             tracked.publish = save.job
         tracked.saves.append(save.job)

@@ -15,52 +15,13 @@ from typing import NamedTuple
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Json, PromptKeys
+from pdstore.format.plan import Announcement, LoadPlan, PromptSave, SavePlan
 from pdstore.scheduler.break_even import Decision, PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.telemetry.request_record import RequestTimer
 from pdstore.worker.job import Job
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """One load, as the arguments of `KVPool.load`.
-
-    num_tokens: leading tokens that the engine relies on. A load that brings fewer has failed.
-    """
-
-    keys: PromptKeys
-    first_token: int
-    num_tokens: int
-    follow: HandoffId | None = None
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """The arguments of `KVPool.begin_save` for one save, except `after` (the earlier saves).
-
-    starts: the hand-off that D may follow from now on, with the number of tokens of its prompt.
-    is_awaited: True if the prompt will be handed off.
-    first_save: the first token and the monotonic time of the prompt's first save.
-    """
-
-    keys: PromptKeys
-    first_token: int
-    handoff: HandoffId | None = None
-    starts: tuple[tuple[HandoffId, int], ...] = ()
-    is_awaited: bool = False
-    first_save: tuple[int, float] | None = None
-
-    @property
-    def first_read(self) -> int:
-        """The first token of the blocks that the save may read.
-
-        A save that publishes a hand-off saves again any block of the prompt that the store lost.
-        """
-        if self.handoff is not None:
-            return 0
-        return self.first_token - self.first_token % self.keys.block_tokens
 
 
 class Interval(NamedTuple):
@@ -164,8 +125,8 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         is_prefill = self.cache.is_prefill(self.params)
-        self._starts: tuple[tuple[HandoffId, int], ...] = ()
-        self._first_save: tuple[int, float] | None = None
+        self._announce: Announcement | None = None
+        self._first_save: PromptSave | None = None
         self._answer: dict[str, Json] = {}
         self._lookup: Lookup | None = None
         self._num_usable = 0  # leading tokens of the match that the engine may count as computed
@@ -178,7 +139,7 @@ class EngineRequest:
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, self.params)
             if Handoff.of(self.params) is not None:  # the router has asked P and D at once
-                self._starts = ((self.handoff, self.keys.num_tokens),)
+                self._announce = Announcement(self.handoff, self.keys.num_tokens)
         else:
             self.given = Handoff.of(self.params)
         self._may_wait = self.given is None or self.given.num_tokens is not None  # P has answered
@@ -400,9 +361,9 @@ class EngineRequest:
             first_token = max(first_token, keys.end_of(first_block))
             if first_token == keys.num_tokens:
                 return None
-        self._first_save = self._first_save or (first_token, time.monotonic())
-        plan = SavePlan(keys, first_token, handoff, self._starts, is_awaited, self._first_save)
-        self._starts = ()
+        self._first_save = self._first_save or PromptSave(first_token, time.monotonic())
+        announce, self._announce = self._announce, None
+        plan = SavePlan(keys, first_token, handoff, announce, is_awaited, self._first_save)
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks
         return plan

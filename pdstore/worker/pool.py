@@ -18,6 +18,7 @@ from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, Namespace, PromptKeys
 from pdstore.format.layout import Layout
+from pdstore.format.plan import Announcement, LoadPlan, SavePlan
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
@@ -141,55 +142,47 @@ class KVPool:
         `job.done`, because the job saves blocks again that the store has lost before its end.
 
         Args:
+          keys, first_token, handoff: as in `SavePlan`.
           block_ids: the engine blocks of the prompt from its first token on, in order,
             `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
             several. The ids are copied before the call returns. But if there are several tables,
             an `array` of int64 is not copied: do not change it before the job has ended.
-          first_token: the tokens before it are stored already or are being saved.
           ready: an event after which the paged cache holds these tokens; None: the cache holds them
             after the work that is queued on the calling thread's current stream.
-          handoff: publishes the whole prompt under this id: D is told when all of it is durable.
           after: saves that must end before this one begins.
         """
-        save = self.begin_save(
-            keys, block_ids, first_token=first_token, handoff=handoff, after=after
-        )
+        save = self.begin_save(SavePlan(keys, first_token, handoff), block_ids, after=after)
         save.layers_done(len(self.layout.held_layers), ready)
         return save.job
 
     def begin_save(
         self,
-        keys: PromptKeys,
+        plan: SavePlan,
         block_ids: Sequence[int] | BlockTables,
         *,
-        first_token: int = 0,
-        handoff: HandoffId | None = None,
         after: Sequence[Job] = (),
-        starts: Sequence[tuple[HandoffId, int]] = (),
-        is_awaited: bool = False,
-        first_save: tuple[int, float] | None = None,
     ) -> OpenSave:
         """Starts a save that reads layers while the model still computes later layers.
 
-        The arguments are those of `save`. The caller says with `layers_done` which layers may be
-        read; this restarts the job's time limit. To give up the save, cancel the job.
+        The caller says with `layers_done` which layers may be read; this restarts the job's time
+        limit. To give up the save, cancel the job. The source blocks must stay as `save` says.
 
-        starts: arguments for `start_handoff`, used when the save of the first layers begins.
-        is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
-        first_save: `SavePlan.first_save`; without it, blocks that D has read are leased again.
+        plan: from `EngineRequest.plan_save` or `plan_answer_save`, as it is.
+        block_ids, after: as in `save`.
         """
-        first_block = self._first_block(keys, first_token)
+        keys, handoff, announce = plan.keys, plan.handoff, plan.announce
+        first_block = self._first_block(keys, plan.first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
-        is_handed_off = is_awaited or handoff is not None
+        is_handed_off = plan.is_awaited or handoff is not None
         is_awaited = is_handed_off or self._mover.admission is None
         asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
-        if handoff is not None and handoff.is_doubtful:
-            starts = [*starts, (handoff, keys.num_tokens)]
-        for started, _ in starts:  # before the save begins, whose end ends the beats
-            self._heartbeat.begin_beats(started)
-        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, first_save)
+        if announce is None and handoff is not None and handoff.is_doubtful:
+            announce = Announcement(handoff, keys.num_tokens)
+        if announce is not None:  # before the save begins, whose end ends the beats
+            self._heartbeat.begin_beats(announce.handoff)
+        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, plan.first_save)
         job = Job(
             Direction.SAVE,
             work,
@@ -204,7 +197,8 @@ class KVPool:
             self._heartbeat.begin_beats(handoff)
             job.on_end(partial(self._note_end, handoff))
         order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
-        return OpenSave(job, work, order, wake, [partial(self._put_started, *s) for s in starts])
+        at_begin = [] if announce is None else [partial(self._put_started, announce)]
+        return OpenSave(job, work, order, wake, at_begin)
 
     def load(
         self,
@@ -217,22 +211,34 @@ class KVPool:
     ) -> Job:
         """Starts to load the blocks that `keys` names (`Match.keys`); returns immediately.
 
+        keys, first_token, follow: as in `LoadPlan`.
+        block_ids, ready: as in `begin_load`.
+        """
+        plan = LoadPlan(keys, first_token, keys.num_tokens, follow)
+        return self.begin_load(plan, block_ids, ready=ready)
+
+    def begin_load(
+        self,
+        plan: LoadPlan,
+        block_ids: Sequence[int] | BlockTables,
+        *,
+        ready: ReadyEvent | None = None,
+    ) -> Job:
+        """Starts to load what an engine has planned; returns immediately.
+
         The destination blocks must not be given to any other request until `job.done`. After that,
         the paged cache holds the prompt's first `job.result.num_tokens` tokens, and the engine can
         go on computing after them. Each other token was no longer stored, or did not verify, or a
         sliding window before it has NO_BLOCK. A load that falls short, where windows have moved on,
-        counts only `first_token` tokens.
+        counts only `plan.first_token` tokens.
 
         Args:
+          plan: from `EngineRequest.plan_load`, as it is.
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
-          first_token: the tokens before it are in the paged cache already. Their engine blocks may
-            be shared and are not written. It is a multiple of the engine's block size.
           ready: an event after which the blocks may be written; None: they may be written after the
             work queued on the calling thread's current stream; AT_ONCE: now.
-          follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon
-            as it is stored. The load ends when all blocks are loaded. It ends with fewer blocks if
-            P fails, dies, or stores nothing for PDSTORE_HANDOFF_WAIT_S.
         """
+        keys, first_token, follow = plan.keys, plan.first_token, plan.follow
         first_block = self._first_block(keys, first_token)
         engine_block = self.layout.engine_block_tokens
         if first_token % engine_block:
@@ -266,10 +272,11 @@ class KVPool:
     def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
         """Tells D that P has begun to save the blocks of this hand-off, so that D may follow it.
 
-        P calls it if a router asks P and D at the same time. num_tokens: the whole prompt's tokens.
+        `begin_save` does it for a plan with `announce`; P calls this only to tell D earlier.
+        num_tokens: the whole prompt's tokens.
         """
         self._heartbeat.begin_beats(handoff)
-        return self._put_started(handoff, num_tokens)
+        return self._put_started(Announcement(handoff, num_tokens))
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.
@@ -298,7 +305,8 @@ class KVPool:
                 thread.close(limit.remaining_s())
             self._resources.close()
 
-    def _put_started(self, handoff: HandoffId, num_tokens: int) -> Job:
+    def _put_started(self, announced: Announcement) -> Job:
+        handoff, num_tokens = announced
         marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
         return self._put_marker(handoff.started(self.namespace), marker)
 

@@ -13,6 +13,7 @@ from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
+from pdstore.format.plan import PromptSave
 from pdstore.format.values import BlockRange, Values
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
 from pdstore.threads import Deadline
@@ -43,7 +44,7 @@ class SaveWork(Work[_SaveRange]):
     first_block: the blocks before it are stored already, or are being saved.
     handoff: publishes the whole prompt under this id.
     is_awaited: True if another instance waits for the blocks, so that the save may always evict.
-    first_save: the first token and the monotonic time of the prompt's first save; None: not known.
+    first_save: as in `SavePlan`.
     """
 
     mover: Mover
@@ -51,7 +52,7 @@ class SaveWork(Work[_SaveRange]):
     first_block: int
     handoff: HandoffId | None = None
     is_awaited: bool = False
-    first_save: tuple[int, float] | None = None
+    first_save: PromptSave | None = None
     _planned: tuple[int, bool] | None = field(default=None, init=False)
     _is_closed: bool = field(default=False, init=False)  # True: all blocks are released
     _num_copying: int = field(default=0, init=False)  # released and not copied yet
@@ -153,13 +154,16 @@ class SaveWork(Work[_SaveRange]):
     def _is_first(self) -> bool:
         """True for a prompt's first save: others have saved the blocks before it, or save them."""
         size = self.prompt.layout.block_tokens
-        return self.first_save is not None and self.first_save[0] // size == self.first_block
+        first = self.first_save
+        return first is not None and first.first_token // size == self.first_block
 
     def _num_leased(self, turn: WorkerTurn, values: Values) -> int:
         """Returns how many leading values are stored; leases what D has not read yet."""
-        first_token, began = self.first_save or (0, 0.0)
-        first = bisect_left(values.numbers, first_token // self.prompt.layout.block_tokens)
-        return self.mover.num_matched(turn, values.keys, self.first_save and (first, began))
+        if self.first_save is None:
+            return self.mover.num_matched(turn, values.keys)
+        first_block = self.first_save.first_token // self.prompt.layout.block_tokens
+        first = bisect_left(values.numbers, first_block)
+        return self.mover.num_matched(turn, values.keys, (first, self.first_save.began))
 
     def _note_copied(self, turn: WorkerTurn) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""

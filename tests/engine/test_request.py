@@ -165,8 +165,9 @@ def test_d_is_told_once_that_p_has_begun_where_both_were_asked_at_once(request_o
     asked = Handoff(HandoffId.new())
     p = request_of({**asked.params(), "do_remote_decode": True}, role="both")
     first, second = compute(p, 128, 172)
-    assert [(id.hex, count) for id, count in first.starts] == [(asked.id.hex, len(PROMPT))]
-    assert second.starts == ()
+    announced, num_tokens = first.announce
+    assert (announced.hex, num_tokens) == (asked.id.hex, len(PROMPT))
+    assert second.announce is None
 
 
 def test_a_decode_instance_saves_no_prompt(request_of):

@@ -14,6 +14,7 @@ import torch
 from pdstore import HandoffId, KVPool, Store
 from pdstore.errors import JobResult, Reason, StoreFull, StoreUnavailable, SwapError
 from pdstore.format.keys import BlockKey, PromptKeys
+from pdstore.format.plan import SavePlan
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.transfer import RANGE_BYTES
@@ -207,7 +208,7 @@ def saved(pool: KVPool, keys: PromptKeys, handoff: HandoffId, way: str, p: Insta
     want = [cache.clone() for cache in p.caches]
     for cache in p.caches:
         cache.fill_(POISON)
-    save = pool.begin_save(keys, BLOCKS, handoff=handoff)
+    save = pool.begin_save(SavePlan(keys, handoff=handoff), BLOCKS)
     for layer, cache in enumerate(p.caches):
         cache.copy_(want[layer])
         save.layers_done(layer + 1)

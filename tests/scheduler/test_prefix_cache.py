@@ -12,6 +12,7 @@ from pdstore import PrefixCacheManager
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import FORMAT_VERSION, Namespace, Part
+from pdstore.format.plan import SavePlan
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.guard import GuardedStore
@@ -353,7 +354,7 @@ def test_a_handoff_after_a_save_that_fell_short_is_followed_once_p_has_begun_it(
     handoff, params = p.cache.announce(keys)
     given_up = d.cache.follow(d.cache.keys(range(100)), params).wait(10)
     assert (given_up.num_tokens, given_up.reason) == (0, Reason.HANDOFF_FAILED)
-    save = p.pool.begin_save(keys, BLOCKS, handoff=handoff)
+    save = p.pool.begin_save(SavePlan(keys, handoff=handoff), BLOCKS)
     save.layers_done(1)
     eventually(lambda: p.store.match([handoff.started(p.namespace)]) == 1)
     following = d.cache.follow(d.cache.keys(range(100)), params)

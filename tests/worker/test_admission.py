@@ -15,6 +15,7 @@ import pytest
 from pdstore.errors import JobResult, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import POOL_ID_KEY
+from pdstore.format.plan import PromptSave, SavePlan
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
@@ -141,9 +142,9 @@ def test_a_chain_has_no_hole(full, instance):
 def test_a_prompts_first_save_may_begin_behind_blocks_that_are_still_saved(full, instance):
     """Another prompt saves the prefix that both share."""
     p, full.age_s = instance(over=full), 20.0
-    save = p.pool.begin_save(
-        p.cache.keys(range(192)), P_BLOCKS, first_token=128, first_save=(128, time.monotonic())
-    )
+    first_save = PromptSave(128, time.monotonic())
+    plan = SavePlan(p.cache.keys(range(192)), 128, first_save=first_save)
+    save = p.pool.begin_save(plan, P_BLOCKS)
     save.layers_done(3)
     assert save.job.wait(10).reason is None
 
@@ -151,7 +152,7 @@ def test_a_prompts_first_save_may_begin_behind_blocks_that_are_still_saved(full,
 def test_what_another_instance_waits_for_is_always_admitted(full, instance):
     p = instance(over=full)
     keys = p.cache.keys(range(200))
-    first = p.pool.begin_save(keys.prefix(128), P_BLOCKS, is_awaited=True)
+    first = p.pool.begin_save(SavePlan(keys.prefix(128), is_awaited=True), P_BLOCKS)
     first.layers_done(3)
     assert first.job.wait(10).reason is None
     handoff, _ = p.cache.announce(keys)
@@ -178,7 +179,7 @@ def test_a_hand_off_finds_room_where_all_is_leased(leased, instance):
     had = [save(p, tokens) and p.cache.match(p.cache.keys(tokens)).num_tokens for tokens in users]
     assert save(p, range(9000, 9200)).reason in (Reason.STORE_FULL, Reason.NOT_ADMITTED)
     keys = p.cache.keys(range(200))
-    first = p.pool.begin_save(keys.prefix(64), P_BLOCKS, is_awaited=True)
+    first = p.pool.begin_save(SavePlan(keys.prefix(64), is_awaited=True), P_BLOCKS)
     first.layers_done(3)
     assert first.job.wait(10).reason is None
     handoff, params = p.cache.announce(keys)

@@ -9,6 +9,7 @@ import torch
 
 from pdstore import HandoffId, JobResult, LayerSpec
 from pdstore.errors import Direction, Reason, StoreTimeout, StoreUnavailable
+from pdstore.format.plan import SavePlan
 from pdstore.store import open_store
 from pdstore.store.transfer import Split
 from pdstore.store.wrappers import WrapperStore
@@ -54,7 +55,7 @@ def is_loaded(p, d, num_tokens, layer) -> bool:
 
 def test_layers_are_loaded_while_p_still_computes_others(p, d):
     job = follow(d, 200)
-    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
+    save = p.pool.begin_save(SavePlan(p.cache.keys(range(200)), handoff=ONE), P_BLOCKS)
     for layer in range(6):
         assert not job.done
         save.layers_done(layer + 1)
@@ -66,7 +67,7 @@ def test_layers_are_loaded_while_p_still_computes_others(p, d):
 
 def test_no_token_counts_before_all_its_layers_are_loaded(p, d):
     job = follow(d, 200)
-    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS, handoff=ONE)
+    save = p.pool.begin_save(SavePlan(p.cache.keys(range(200)), handoff=ONE), P_BLOCKS)
     save.layers_done(4)
     eventually(lambda: is_loaded(p, d, 200, 3))
     job.cancel()

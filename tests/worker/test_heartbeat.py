@@ -15,6 +15,7 @@ from pdstore import HandoffId, Reason
 from pdstore.errors import StoreUnavailable
 from pdstore.format.handoff import RING, beat_key
 from pdstore.format.layout import Pipeline
+from pdstore.format.plan import Announcement, SavePlan
 from pdstore.store import open_store
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.heartbeat import Heartbeat
@@ -106,8 +107,8 @@ def begun(p):
     """A save whose first layers are done, and its hand-off."""
     keys = p.cache.keys(range(200))
     handoff, _ = p.cache.announce(keys)
-    starts = [(handoff, keys.num_tokens)]
-    save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, starts=starts)
+    plan = SavePlan(keys, handoff=handoff, announce=Announcement(handoff, keys.num_tokens))
+    save = p.pool.begin_save(plan, P_BLOCKS)
     save.layers_done(len(p.layout.layers))
     return save, handoff
 
@@ -130,6 +131,7 @@ NUM_TOKENS = 200
 
 P = """
 import json, sys, time
+from pdstore import SavePlan
 from pdstore.store import open_store
 from tests.support.kv import Instance, settings_of
 
@@ -139,7 +141,7 @@ keys = p.cache.keys(range(int(sys.argv[2])))
 handoff, params = p.cache.announce(keys)
 assert p.pool.save(keys.prefix(64), range(20)).wait(10).reason is None
 p.pool.start_handoff(handoff, keys.num_tokens).wait(10)
-save = p.pool.begin_save(keys, range(20), handoff=handoff)
+save = p.pool.begin_save(SavePlan(keys, handoff=handoff), range(20))
 print(json.dumps(params), flush=True)
 time.sleep(600)
 """

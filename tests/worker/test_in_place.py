@@ -10,6 +10,7 @@ import pytest
 from pdstore import JobResult
 from pdstore.errors import Reason, StoreFull, StoreTimeout
 from pdstore.format.block import HEADER_BYTES
+from pdstore.format.plan import PromptSave, SavePlan
 from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.base import FRESH_S
@@ -88,7 +89,8 @@ def test_what_d_has_read_is_not_leased_again_when_the_hand_off_ends(
 
     monkeypatch.setattr(store, "fill", fill_and_read)
     handoff, _ = p.cache.announce(keys)
-    begun = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, first_save=(0, time.monotonic()))
+    plan = SavePlan(keys, handoff=handoff, first_save=PromptSave(0, time.monotonic()))
+    begun = p.pool.begin_save(plan, P_BLOCKS)
     begun.layers_done(3)
     assert begun.job.wait(20) == JobResult(320)
     time.sleep(FRESH_S)

@@ -9,6 +9,7 @@ import pytest
 from pdstore import LayerSpec
 from pdstore.errors import Reason
 from pdstore.format.keys import Kind, kind_of
+from pdstore.format.plan import SavePlan
 from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import P_BLOCKS, assert_loaded, load
@@ -51,7 +52,7 @@ def test_a_range_is_stored_before_later_layers_are_done(p, d, store):
     want = [cache.clone() for cache in p.caches]
     for cache in p.caches:
         cache.fill_(0)
-    save = p.pool.begin_save(keys, P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     for layer in range(6):
         assert not save.job.done
         p.caches[layer].copy_(want[layer])  # the model computes a layer
@@ -66,7 +67,7 @@ def test_a_range_is_stored_before_later_layers_are_done(p, d, store):
 
 def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
     keys = p.cache.keys(range(100))
-    save = p.pool.begin_save(keys, P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     save.layers_done(1)
     other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
     assert other.wait(10).reason is None
@@ -78,7 +79,7 @@ def test_nothing_is_read_before_the_last_layer_of_a_range_is_done(p, store):
 
 def test_a_range_waits_for_its_own_event(p, d):
     events = [Event() for _ in range(3)]
-    save = p.pool.begin_save(p.cache.keys(range(200)), P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(p.cache.keys(range(200))), P_BLOCKS)
     for n, event in enumerate(events):
         save.layers_done(2 * n + 2, event)
     for event in reversed(events):
@@ -102,7 +103,7 @@ def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(
     for n, (event, num_tokens) in enumerate(zip(events, (9, 200, 20, 150), strict=True)):
         keys = p.cache.keys(range(1000 * n, 1000 * n + num_tokens))
         handoff = p.cache.announce(keys)[0] if is_awaited and num_tokens < 100 else None
-        save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff, is_awaited=is_awaited)
+        save = p.pool.begin_save(SavePlan(keys, handoff=handoff, is_awaited=is_awaited), P_BLOCKS)
         save.layers_done(6, event)
         jobs.append(save.job)
     for n in (0, 3, 1, 2):
@@ -116,7 +117,7 @@ def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
 ):
     """Workers that begin sooner would hold up the thread that queues the other layers."""
     keys = p.cache.keys(range(200))
-    save = p.pool.begin_save(keys, P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     for num_layers in queued:
         save.layers_done(num_layers, Event(has_fired=True), goes_on=goes_on)
     other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
@@ -131,7 +132,7 @@ def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
 def test_a_handoff_is_marked_done_only_after_the_last_layer(p, d, store):
     keys = p.cache.keys(range(200))
     attempt, params = p.cache.announce(keys)
-    save = p.pool.begin_save(keys, P_BLOCKS, handoff=attempt)
+    save = p.pool.begin_save(SavePlan(keys, handoff=attempt), P_BLOCKS)
     save.layers_done(4)
     eventually(lambda: num_stored(p, store, keys, 1) == 4)
     assert store.match([attempt.done(p.namespace, 0)]) == 0
@@ -155,7 +156,7 @@ def test_a_handoff_that_falls_short_reads_no_layer_before_it_is_done(instance, s
     p = instance(layers=LAYERS, layer_ranges=3, workers=4, range_bytes=1, over=Picky(store))
     keys = p.cache.keys(range(200))
     handoff, _ = p.cache.announce(keys)
-    save = p.pool.begin_save(keys, P_BLOCKS, handoff=handoff)
+    save = p.pool.begin_save(SavePlan(keys, handoff=handoff), P_BLOCKS)
     save.layers_done(2)
     result = save.job.wait(10)
     assert (result.num_tokens, result.reason) == (0, Reason.STORE_ERROR)
@@ -165,7 +166,7 @@ def test_a_handoff_that_falls_short_reads_no_layer_before_it_is_done(instance, s
 
 def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
     p = instance(layers=LAYERS, layer_ranges=3, deadline_s=0.1, range_bytes=1)
-    save = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(p.cache.keys(range(100))), P_BLOCKS)
     save.layers_done(2)
     assert save.job.wait(10).reason is Reason.DEADLINE
     save.layers_done(6)
@@ -174,7 +175,7 @@ def test_a_save_that_is_never_finished_ends_at_its_deadline(instance):
 
 def test_a_cancelled_save_takes_no_more_layers(p, store):
     keys = p.cache.keys(range(100))
-    save = p.pool.begin_save(keys, P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     save.job.cancel()
     save.layers_done(6)
     assert save.job.result.reason is Reason.CANCELLED

@@ -10,6 +10,7 @@ import torch
 from pdstore import LayerSpec
 from pdstore.errors import Reason
 from pdstore.format.layout import Pipeline
+from pdstore.format.plan import SavePlan
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS
 
@@ -97,7 +98,7 @@ def test_a_stage_saves_its_ranges_while_it_computes_its_later_layers(instance):
     p = instance(layer_ranges=3, layers=LAYERS, pipeline=pipeline, workers=4, range_bytes=1)
     keys = p.cache.keys(range(NUM_TOKENS))
     early = p.layout.parts_of[1]
-    save = p.pool.begin_save(keys, P_BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     save.layers_done(2)
     eventually(lambda: p.store.match(keys.store_keys(early)) == len(early) * len(keys))
     assert not save.job.done

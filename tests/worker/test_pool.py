@@ -12,6 +12,7 @@ import torch
 from pdstore import Layout
 from pdstore.errors import LayoutError, Reason, SaveFailed, StoreFull, SwapError
 from pdstore.format.keys import Part
+from pdstore.format.plan import SavePlan
 from pdstore.store import open_store
 from pdstore.store.transfer import Split
 from pdstore.store.wrappers import WrapperStore
@@ -261,7 +262,7 @@ def test_a_flush_raises_the_first_error_once(instance, store):
 
 
 def test_a_flush_waits_for_a_save_whose_layers_are_not_released(p):
-    opened = p.pool.begin_save(p.cache.keys(range(100)), D_BLOCKS)
+    opened = p.pool.begin_save(SavePlan(p.cache.keys(range(100))), D_BLOCKS)
     with pytest.raises(TimeoutError):
         p.pool.flush(0.05)
     opened.layers_done(len(p.layout.layers))

@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdstore.engine.request import JobEnd, LoadPlan, SavePlan
+from pdstore.engine.request import JobEnd
 from pdstore.errors import ConfigError
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import Namespace
+from pdstore.format.plan import LoadPlan, SavePlan
 
 _NULL_BLOCK = 0
 """vLLM's own NO_BLOCK."""

@@ -26,10 +26,11 @@ from pdstore.adapters.vllm.messages import (
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, LoadPlan, SavePlan
+from pdstore.engine.request import EngineRequest
 from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Json
+from pdstore.format.plan import LoadPlan, SavePlan
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager

@@ -206,10 +206,8 @@ class PDStoreConnectorWorker:
                 running.end = JobEnd.fault(Direction.LOAD, spec.request_id, reason=Reason.NAMESPACE)
             elif plan is not None:
                 with self._starting(running, Direction.LOAD):
-                    rows, first = self._rows(spec.block_ids), plan.first_token
-                    running.job = self.pool.load(
-                        plan.keys, rows, first_token=first, ready=ready, follow=plan.follow
-                    )
+                    tables = self._rows(spec.block_ids)
+                    running.job = self.pool.begin_load(plan, tables, ready=ready)
                     running.job.on_end(running.job_ended)
 
     def start_saves(self, metadata: PDStoreConnectorMetadata) -> None:
@@ -227,16 +225,7 @@ class PDStoreConnectorWorker:
                     self.pool.abort_handoff(plan.handoff)
                 continue
             with self._starting(running, Direction.SAVE):
-                save = self.pool.begin_save(
-                    plan.keys,
-                    self._rows(spec.block_ids),
-                    first_token=plan.first_token,
-                    handoff=plan.handoff,
-                    after=earlier,
-                    starts=plan.starts,
-                    is_awaited=plan.is_awaited,
-                    first_save=plan.first_save,
-                )
+                save = self.pool.begin_save(plan, self._rows(spec.block_ids), after=earlier)
                 self.open_saves.add(save)
                 running.job = save.job
                 running.job.on_end(running.job_ended)

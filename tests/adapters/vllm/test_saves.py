@@ -12,8 +12,9 @@ from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.scheduler import Saves
-from pdstore.engine.request import EngineRequest, SavePlan
+from pdstore.engine.request import EngineRequest
 from pdstore.format.continuation import NO_BLOCK
+from pdstore.format.plan import SavePlan
 from tests.adapters.vllm.standins import GROUP, BlockPool
 from tests.adapters.vllm.test_walk import Engine
 from tests.support.kv import eventually, settings_of

@@ -90,7 +90,9 @@ def test_ps_answer_names_the_hand_off_that_its_last_chunk_publishes(scheduler_of
     said = Handoff.of(p.finish_request(asked))
     assert [save.plan.handoff for save in metadata.saves] == [said.id]
     assert said.num_tokens == len(PROMPT)
-    assert metadata.saves[0].plan.starts == (), "nobody waits for the start of a relayed hand-off"
+    assert metadata.saves[0].plan.announce is None, (
+        "nobody waits for the start of a relayed hand-off"
+    )
 
 
 def test_d_follows_a_hand_off_from_ps_answer_on_where_a_short_load_fails_no_request(scheduler_of):
@@ -111,9 +113,9 @@ def test_a_d_that_was_asked_with_p_is_told_of_the_start_once_and_of_an_abort(sch
     handoff = HandoffId.new()
     p, asked = scheduler_of(role="prefill"), request(Handoff(handoff).params())
     p.add(asked)
-    [(started, num_tokens)] = step(p, asked, 128).saves[0].plan.starts
+    started, num_tokens = step(p, asked, 128).saves[0].plan.announce
     assert (started.hex, num_tokens) == (handoff.hex, len(PROMPT))
-    assert step(p, asked, 128).saves[0].plan.starts == ()
+    assert step(p, asked, 128).saves[0].plan.announce is None
     assert p.finish_request(asked) is None
     assert p.is_at_work
     assert [each.hex for each in idle_step(p).aborted_handoffs] == [handoff.hex]

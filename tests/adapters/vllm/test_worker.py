@@ -12,9 +12,9 @@ import torch
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-from pdstore.engine.request import LoadPlan, SavePlan
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
+from pdstore.format.plan import Announcement, LoadPlan, SavePlan
 from tests.adapters.vllm.standins import vllm_config
 from tests.support.kv import Instance, eventually, settings_of
 
@@ -139,7 +139,7 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkey
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
     first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
     whole = keys.store_keys(instance.namespace.parts)
-    plan = SavePlan(keys, 0, handoff, starts=((handoff, 200),))
+    plan = SavePlan(keys, 0, handoff, announce=Announcement(handoff, 200))
     begin_saves(worker, SaveSpec(7, "request", plan, [IDS]))
     worker.open_saves.layer_done("a")
     worker.open_saves.layer_done("b")
