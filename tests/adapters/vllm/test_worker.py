@@ -131,7 +131,7 @@ def test_vllm_keeps_blocks_until_the_step_in_flight_is_over():
 
 def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkeypatch):
     """From then on D may follow the hand-off."""
-    monkeypatch.setattr("pdstore.worker.values.Split.early_bytes", 0)  # these ranges are small
+    monkeypatch.setattr("pdstore.store.transfer.Split.early_bytes", 0)  # these ranges are small
     instance = Instance(store, layer_ranges=2)
     cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), vllm_config(), cache, instance.pool.metrics)
