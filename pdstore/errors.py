@@ -163,34 +163,83 @@ class PoolClosed(JobError):
     """The pool was closed, or the parent process opened it before it forked this process."""
 
 
-class Reason(str, enum.Enum):
-    """A reason why blocks were not found, loaded or saved. Metrics have it as a label."""
+class Severity(enum.Enum):
+    """The weight of a reason; the last two are labels of the Prometheus alerts, too."""
 
-    ABSENT = "absent"  # the first missing block was never stored, or was evicted
-    LOST = "lost"  # a lookup found the block, but the load no longer did
-    CORRUPT = "corrupt"  # a value's checksum, header or length was wrong
-    FOREIGN = "foreign"  # a key had the intact value of another key
-    OTHER_SEAL = "other_seal"  # encrypted with a seal key that this instance lacks
-    FORGED = "forged"  # its seal key proves a value damaged, moved or made up
-    NAMESPACE = "namespace"  # weights, layout, format or salt of P and D differ
-    OTHER_POOL = "other_pool"  # P writes to another store than D reads
-    HANDOFF_FAILED = "handoff_failed"  # P reported that it could not store all of the prompt
-    HANDOFF_LATE = "handoff_late"  # P's marker did not appear before D's deadline
-    HANDOFF_DEAD = "handoff_dead"  # P's heartbeat stopped before its marker appeared
-    HANDOFF_GONE = "handoff_gone"  # the pool has nothing of the hand-off, and P does not beat
-    DEADLINE = "deadline"  # a job or a lookup did not end in time
-    STORE_DOWN = "store_down"  # the store cannot be reached, or the breaker is open
-    STORE_SLOW = "store_slow"  # a store call timed out
-    STORE_FULL = "store_full"
-    NOT_ADMITTED = "not_admitted"  # the save would evict blocks that are worth more
-    STORE_DENIED = "store_denied"
-    STORE_ERROR = "store_error"  # any other error of the store
-    QUEUE_FULL = "queue_full"  # the queue had reached its limit and refused the job
-    NO_SLOTS = "no_slots"  # no staging slot became free in time
-    CANCELLED = "cancelled"
-    CLOSED = "closed"
-    READ_ONLY = "read_only"  # PDSTORE_PUBLISH=0
-    FAULT = "fault"  # a bug, a device error, or an exception that stores must not raise
+    ORDINARY = "ordinary"  # nothing failed: the work was no longer wanted, or not worth it
+    NOTICE = "notice"  # expected of a new prompt, of an instance that stops, or of a setting
+    WARNING = "warning"  # a fault or a lack that makes D compute prompts
+    CRITICAL = "critical"  # every prompt is computed until somebody acts, or values are damaged
+
+
+class Cause(enum.Enum):
+    """A class of reasons. Code asks for the class, so a new reason is treated as its class is."""
+
+    MISSING = "the pool lacks a block"
+    BAD_VALUE = "no instance can use the value, so each instance that reads it removes it"
+    SEALED = "only an instance with another seal key can use the value"
+    MISMATCH = "P and D differ in what they must share; PrefixCacheManager logs the difference"
+    HANDOFF = "P did not say in time that the whole prompt is stored"
+    SLOW = "the store was too slow for a job or a lookup"
+    STORE = "the store refuses or fails"
+    OVERLOAD = "more work waits in this instance than it can do"
+    CHOICE = "this instance does not save it, by a rule or a setting"
+    ENDED = "a client left or an instance stopped, which says nothing about the store"
+    DEFECT = "pdstore or a device failed"
+
+
+class Reason(str, enum.Enum):
+    """A reason why blocks were not found, loaded or saved. Metrics have it as a label.
+
+    `pdstore.telemetry.reasons.ADVICE` has what each means in full, and what to look at.
+
+    cause: its class.
+    severity: its weight.
+    """
+
+    _value_: str
+    cause: Cause
+    severity: Severity
+
+    def __new__(  # the defaults are for type checkers: `Reason("absent")` finds a reason
+        cls, value: str, cause: Cause = Cause.DEFECT, severity: Severity = Severity.WARNING
+    ) -> Reason:
+        reason = str.__new__(cls, value)
+        reason._value_ = value
+        reason.cause = cause
+        reason.severity = severity
+        return reason
+
+    @property
+    def value(self) -> str:  # without it, type checkers take the value for Any
+        """The reason's text, which metrics and answers hold."""
+        return self._value_
+
+    ABSENT = "absent", Cause.MISSING, Severity.NOTICE  # the block was never stored, or was evicted
+    LOST = "lost", Cause.MISSING, Severity.WARNING  # a lookup found the block, the load did not
+    CORRUPT = "corrupt", Cause.BAD_VALUE, Severity.CRITICAL  # a wrong checksum, header or length
+    FOREIGN = "foreign", Cause.BAD_VALUE, Severity.CRITICAL  # the intact value of another key
+    OTHER_SEAL = "other_seal", Cause.SEALED, Severity.CRITICAL  # this instance lacks its seal key
+    FORGED = "forged", Cause.BAD_VALUE, Severity.CRITICAL  # its seal is broken: damaged or made up
+    NAMESPACE = "namespace", Cause.MISMATCH, Severity.CRITICAL  # weights, layout, format or salt
+    OTHER_POOL = "other_pool", Cause.MISMATCH, Severity.CRITICAL  # P writes to another store
+    HANDOFF_FAILED = "handoff_failed", Cause.HANDOFF, Severity.WARNING  # P could not store it all
+    HANDOFF_LATE = "handoff_late", Cause.HANDOFF, Severity.WARNING  # no marker before the deadline
+    HANDOFF_DEAD = "handoff_dead", Cause.HANDOFF, Severity.WARNING  # P's heartbeat has stopped
+    HANDOFF_GONE = "handoff_gone", Cause.HANDOFF, Severity.WARNING  # the pool has no sign of it
+    DEADLINE = "deadline", Cause.SLOW, Severity.WARNING  # a job or a lookup did not end in time
+    STORE_DOWN = "store_down", Cause.STORE, Severity.CRITICAL  # no answer, or an open breaker
+    STORE_SLOW = "store_slow", Cause.SLOW, Severity.WARNING  # a store call timed out
+    STORE_FULL = "store_full", Cause.STORE, Severity.WARNING
+    NOT_ADMITTED = "not_admitted", Cause.CHOICE, Severity.ORDINARY  # would evict what is worth more
+    STORE_DENIED = "store_denied", Cause.STORE, Severity.CRITICAL
+    STORE_ERROR = "store_error", Cause.STORE, Severity.WARNING  # any other error of the store
+    QUEUE_FULL = "queue_full", Cause.OVERLOAD, Severity.WARNING  # too many jobs or bytes wait
+    NO_SLOTS = "no_slots", Cause.OVERLOAD, Severity.WARNING  # no staging slot became free in time
+    CANCELLED = "cancelled", Cause.ENDED, Severity.ORDINARY
+    CLOSED = "closed", Cause.ENDED, Severity.NOTICE
+    READ_ONLY = "read_only", Cause.CHOICE, Severity.NOTICE  # PDSTORE_PUBLISH=0
+    FAULT = "fault", Cause.DEFECT, Severity.WARNING  # a bug, or an error of a device or a plug-in
 
 
 class Direction(enum.Enum):
@@ -237,3 +286,8 @@ _REASONS: tuple[tuple[type[Exception], Reason], ...] = (
 def reason_of(error: Exception) -> Reason:
     """Returns the reason that `_REASONS` gives for an exception; FAULT if it gives none."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.FAULT)
+
+
+def reasons_with(*causes: Cause) -> frozenset[Reason]:
+    """Returns the reasons of these classes."""
+    return frozenset(reason for reason in Reason if reason.cause in causes)

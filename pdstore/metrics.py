@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
 
 import pdstore
-from pdstore.errors import Direction, Reason
+from pdstore.errors import Cause, Direction, Reason
 from pdstore.telemetry.reasons import ReasonLog
 
 DIRECTIONS = tuple(direction.value for direction in Direction)
@@ -228,7 +228,7 @@ class Metrics:
         error: Exception | None = None,
     ) -> None:
         """Counts the tokens that a lookup asked for and found; with a reason, counts a miss."""
-        if reason not in (Reason.CANCELLED, Reason.CLOSED):
+        if reason is None or reason.cause is not Cause.ENDED:
             self.tokens.labels("requested").inc(num_requested)
         self.tokens.labels("matched").inc(num_matched)
         if reason is not None:

@@ -38,6 +38,7 @@ RIDDLES = {"Who", "What", "That", "Whether", "And", "As", "How", "Those", "It"}
 
 OF_LIBRARIES = {
     *("_replace", "_asdict", "_fields", "_fields_", "_exit"),  # named tuples, ctypes, os
+    "_value_",  # enum's
     "_Hash",  # hashlib's type, which has no public name
     *("_name", "_kwargs", "_labelnames", "_labelvalues", "_documentation"),  # prometheus_client's
     *("_registry", "_is_pdstores"),  # vLLM's table of connectors; our mark on vLLM's function

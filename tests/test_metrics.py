@@ -35,6 +35,7 @@ def test_a_lookup_counts_its_tokens_and_its_miss(metrics):
     metrics.lookup_ended(90, 64, Reason.ABSENT)
     metrics.lookup_ended(100, 100, None)
     metrics.lookup_ended(500, 0, Reason.CANCELLED)  # it got no answer
+    metrics.lookup_ended(500, 0, Reason.CLOSED)
     assert value(metrics, "pdstore_tokens_total", verb="requested") == 190
     assert value(metrics, "pdstore_tokens_total", verb="matched") == 164
     assert value(metrics, "pdstore_misses_total", reason="absent") == 1

@@ -30,26 +30,23 @@ _DOUBT_S = 0.02  # a doubtful hand-off without `started` or `done` after this ti
 
 
 class Verdict(enum.Enum):
-    """Ways in which a wait for markers ends."""
+    """Ways in which a wait for markers ends.
+
+    reason: why the pool may have only a part of the prompt; None if the verdict does not say so.
+    """
 
     DONE = "P has stored the whole prompt"
-    FAILED = "some of it will not come"
+    FAILED = "some of it will not come", Reason.HANDOFF_FAILED
     BEGUN = "P stores it now: enough for a lookup that follows"
-    DEAD = "P has stopped beating"
-    GONE = "P does not beat, and the store has no sign of it or of the hand-off"
-    LATE = "its time is up"
-    OTHER_POOL = "P uses another pool"
+    DEAD = "P has stopped beating", Reason.HANDOFF_DEAD
+    GONE = "the store has no sign of P or of the hand-off", Reason.HANDOFF_GONE
+    LATE = "its time is up", Reason.HANDOFF_LATE
+    OTHER_POOL = "P uses another pool", Reason.OTHER_POOL
     ANSWERED = "its lookup was cancelled, or its time is long up"
 
-
-_REASONS = {
-    Verdict.FAILED: Reason.HANDOFF_FAILED,
-    Verdict.DEAD: Reason.HANDOFF_DEAD,
-    Verdict.GONE: Reason.HANDOFF_GONE,
-    Verdict.LATE: Reason.HANDOFF_LATE,
-    Verdict.OTHER_POOL: Reason.OTHER_POOL,
-}
-"""For some verdicts, the reason why the pool may have only a part of the prompt."""
+    def __init__(self, means: str, reason: Reason | None = None) -> None:
+        self.means = means
+        self.reason = reason
 
 
 class HandoffWait(Waiter):
@@ -219,7 +216,7 @@ class HandoffWatch:
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):
             why = Verdict.OTHER_POOL  # at the first answer, the pool's id was not known
         fault = Match.miss(lookup.keys, Reason.FAULT)
-        found = call_or(partial(self._find, lookup.keys, _REASONS.get(why)), fault)
+        found = call_or(partial(self._find, lookup.keys, why.reason), fault)
         if found.num_tokens and found.reason is Reason.HANDOFF_GONE:
             found = replace(found, reason=Reason.HANDOFF_DEAD)  # P has stored a part of it
         lookup.finish(found)

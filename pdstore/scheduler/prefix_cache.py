@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from pdstore.errors import Reason, StoreError
+from pdstore.errors import Cause, Reason, Severity, StoreError
 from pdstore.format.handoff import Handoff, HandoffId, new_id
 from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
 from pdstore.metrics import Metrics
@@ -172,8 +172,10 @@ class PrefixCacheManager:
         """Records how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
         for reason in reasons:
             self.note_job(reason)
-            if reason not in (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED):
-                self._last_save = reason and reason.value
+            if reason is None:
+                self._last_save = None
+            elif reason.cause is not Cause.ENDED and reason.severity is not Severity.ORDINARY:
+                self._last_save = reason.value
 
     def note_job(self, reason: Reason | None) -> None:
         """Records how a load or a save ended (`JobResult.reason`). Any thread may call it.
@@ -182,7 +184,7 @@ class PrefixCacheManager:
         the next lookup does not wait in its turn for a store that hangs.
         """
         guard = guard_of(self._store)
-        if reason in (Reason.STORE_SLOW, Reason.DEADLINE) and guard is not None:
+        if reason is not None and reason.cause is Cause.SLOW and guard is not None:
             guard.doubt()
 
     def is_prefill(self, params: Mapping[str, Json] | None) -> bool:

@@ -15,9 +15,6 @@ from pdstore.store.transfer import Shortfall, TransferContext, Turn
 
 log = logging.getLogger(__name__)
 
-BAD = frozenset({Reason.CORRUPT, Reason.FOREIGN, Reason.FORGED})
-"""Reasons why no instance can use a value, so that any instance that reads it removes it."""
-
 
 class Read(NamedTuple):
     """The outcome of a read: how many leading values are right, and why not more.

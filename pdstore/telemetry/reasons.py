@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from pdstore.errors import Reason, StoreError
+from pdstore.errors import Cause, Reason, Severity, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -110,18 +110,11 @@ ADVICE: dict[Reason, Advice] = {
 }
 """The advice for every reason; docs/metrics.md shows it as a table."""
 
-QUIET = frozenset(
-    {
-        Reason.ABSENT,  # ordinary for a new prompt; else PrefixCacheManager warns
-        Reason.NAMESPACE,  # PrefixCacheManager names the fields
-        Reason.OTHER_POOL,  # PrefixCacheManager names the pools
-        Reason.NOT_ADMITTED,
-        Reason.CANCELLED,
-        Reason.CLOSED,
-        Reason.READ_ONLY,
-    }
-)
-"""Reasons without a warning here: they are ordinary, or other code warns of them."""
+
+def is_quiet(reason: Reason) -> bool:
+    """Returns whether a reason has no warning here: it is no fault, or other code warns of it."""
+    is_no_fault = reason.severity in (Severity.ORDINARY, Severity.NOTICE)
+    return is_no_fault or reason.cause is Cause.MISMATCH  # PrefixCacheManager warns of these
 
 
 class Repeats:
@@ -167,7 +160,7 @@ class ReasonLog:
         what: "a lookup", "a load" or "a save".
         error: the exception behind the reason, if there was one.
         """
-        if reason in QUIET:
+        if is_quiet(reason):
             return
         left_out = self._repeats.note((what, reason))
         if left_out is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from pdstore.errors import ConfigError, Reason
+from pdstore.errors import Cause, ConfigError, Reason, reasons_with
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.base import Store, count_of, stored_among
 from pdstore.store.optional import EvictsByUse, FindsKeys, RenewsUnread
-from pdstore.store.reading import BAD, read_values
+from pdstore.store.reading import read_values
 from pdstore.store.seal import seal_store
 from pdstore.store.transfer import HostMemory, MovesValues, Sealer, Split, Transfer, TransferContext
 from pdstore.worker.admission import Admission
@@ -121,7 +121,7 @@ def open_mover(
     heals = settings.publish and settings.role != "decode"
     # D does not remove values of another seal key: it does not save prompts again, and its own key
     # may be the wrong one
-    removed = BAD | {Reason.OTHER_SEAL} if heals else BAD
+    removed = reasons_with(Cause.BAD_VALUE, *([Cause.SEALED] if heals else []))
     opener = _Opener(settings, swap, undo)
     context = TransferContext(
         layout,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pdstore.errors import JobResult, Reason, SaveFailed, StoreError, StoreFull
+from pdstore.errors import JobResult, Reason, SaveFailed, Severity, StoreError, StoreFull
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
@@ -22,7 +22,6 @@ from pdstore.worker.mover import Mover
 from pdstore.worker.values import PromptBlocks, bytes_of
 
 _MOST_ROUNDS = 3
-_NO_FAILURE = (None, Reason.CANCELLED, Reason.NOT_ADMITTED)
 
 
 @dataclass(eq=False)
@@ -399,5 +398,6 @@ class RunningSaves:
                 return
             del self._jobs[job]
             result = job.result
-            if result is not None and result.reason not in _NO_FAILURE:
+            reason = None if result is None else result.reason
+            if reason is not None and reason.severity is not Severity.ORDINARY:
                 self._failure = self._failure or result

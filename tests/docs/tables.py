@@ -1,4 +1,4 @@
-"""The tables of settings, metrics and reasons in the documents; `python -m tests.docs.tables`."""
+"""The tables of settings, metrics and reasons; `python -m tests.docs.tables` updates docs/."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
+from pdstore.errors import Reason
 from pdstore.metrics import METRICS, REASONS, Kind
 from pdstore.settings import Settings, variable_of
 from pdstore.telemetry.reasons import ADVICE
+from tests.docs.commands import ROOT
 
 
 def settings_table() -> str:
@@ -51,10 +53,32 @@ def _label(name: str, values: Sequence[str]) -> str:
 
 def advice_table() -> str:
     """Returns the Markdown table of the reasons."""
-    rows = ["| reason | means | look at |", "|---|---|---|"]
-    rows += [f"| `{reason.value}` | {a.means} | {a.look_at} |" for reason, a in ADVICE.items()]
+    rows = ["| reason | severity | means | look at |", "|---|---|---|---|"]
+    for reason in Reason:
+        advice = ADVICE[reason]
+        severity = reason.severity.value
+        rows.append(f"| `{reason.value}` | {severity} | {advice.means} | {advice.look_at} |")
     return "\n".join(rows)
 
 
+TABLES = (
+    ("settings.md", settings_table),
+    ("metrics.md", metrics_table),
+    ("metrics.md", advice_table),
+)
+
+
+def with_table(text: str, table: str) -> str:
+    """Returns a page's text with `table` in place of the table that has the same head."""
+    title = table.splitlines()[0]
+    before, head, rest = text.partition(f"{title}\n")
+    if not head:
+        raise ValueError(f"the page has no table with this head: {title}")
+    _, _, after = rest.partition("\n\n")
+    return f"{before}{table}\n\n{after}".rstrip() + "\n"
+
+
 if __name__ == "__main__":
-    print(settings_table(), metrics_table(), advice_table(), sep="\n\n")
+    for name, table_of in TABLES:
+        page = ROOT / "docs" / name
+        page.write_text(with_table(page.read_text(), table_of()))

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdstore.errors import Direction, JobResult, Reason, StoreError, reason_of
+from pdstore.errors import (
+    Cause,
+    Direction,
+    JobResult,
+    Reason,
+    StoreError,
+    reason_of,
+    reasons_with,
+)
 from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
@@ -20,7 +28,6 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
 from pdstore.store.base import Store
-from pdstore.store.reading import BAD
 from pdstore.store.transfer import Split, TransferContext
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.follow import Follow
@@ -327,8 +334,9 @@ class Actors:
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)
         copies = SwapCopies(rank.layout, swap)
+        removed = reasons_with(Cause.BAD_VALUE)
         context = TransferContext(
-            rank.layout, store, copies, self._metrics, BAD, 1, pin=None, staged=None
+            rank.layout, store, copies, self._metrics, removed, 1, pin=None, staged=None
         )
         return Mover(context, StagedTransfer(context, rank.staging, Split(1)))
 

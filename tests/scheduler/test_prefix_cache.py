@@ -342,8 +342,18 @@ def test_an_answer_says_how_the_last_save_ended(instance):
 
     assert said() is None
     assert said(None, Reason.STORE_FULL) == "store_full"
-    assert said(Reason.CANCELLED, Reason.CLOSED) == "store_full", "that says nothing of the store"
+    no_news = (Reason.CANCELLED, Reason.CLOSED, Reason.NOT_ADMITTED)
+    assert said(*no_news) == "store_full", "that says nothing of the store"
     assert said(None) is None
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_the_store_is_probed_after_jobs_for_which_it_was_too_slow(instance, monkeypatch, reason):
+    guard = GuardedStore(MemoryStore(), Metrics())
+    probes = []
+    monkeypatch.setattr(guard, "doubt", lambda: probes.append(reason))
+    instance(over=guard).cache.note_job(reason)
+    assert bool(probes) is (reason in (Reason.STORE_SLOW, Reason.DEADLINE))
 
 
 def test_a_handoff_after_a_save_that_fell_short_is_followed_once_p_has_begun_it(instance):

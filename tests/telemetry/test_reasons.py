@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from pdstore.errors import Reason, StoreUnavailable
-from pdstore.telemetry.reasons import ADVICE, QUIET, ReasonLog
+from pdstore.errors import Cause, Reason, Severity, StoreUnavailable, reasons_with
+from pdstore.telemetry.reasons import ADVICE, ReasonLog
 from tests.support.clock import Clock
 
 
@@ -39,6 +41,21 @@ def test_each_reason_is_told_once_in_a_while_and_what_was_left_out_is_counted(ca
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_only_what_is_ordinary_or_told_elsewhere_is_quiet(caplog, reason):
+def test_only_what_is_no_fault_or_told_elsewhere_is_quiet(caplog, reason):
     ReasonLog().warn("a load", reason)
-    assert bool(lines(caplog)) is (reason not in QUIET)
+    is_told_elsewhere = reason in (Reason.NAMESPACE, Reason.OTHER_POOL)
+    is_fault = not ADVICE[reason].look_at.startswith("nothing")
+    assert bool(lines(caplog)) is (is_fault and not is_told_elsewhere)
+
+
+def test_there_is_nothing_to_look_at_exactly_for_reasons_that_are_no_fault():
+    no_fault = [r for r in Reason if r.severity in (Severity.ORDINARY, Severity.NOTICE)]
+    assert no_fault == [r for r in Reason if ADVICE[r].look_at.startswith("nothing")]
+
+
+def test_each_class_has_reasons_and_a_reason_is_still_its_text():
+    assert all(reasons_with(cause) for cause in Cause)
+    assert reasons_with(*Cause) == set(Reason)
+    for reason in Reason:
+        assert reason == reason.value == Reason(reason.value) == reason.name.lower()
+        assert pickle.loads(pickle.dumps(reason)) is reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from array import array
@@ -259,6 +260,17 @@ def test_a_flush_raises_the_first_error_once(instance, store):
         p.pool.flush(30)
     assert isinstance(caught.value.__cause__, StoreFull)
     p.pool.flush(30)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_failure"),
+    [("cancelled", False), ("not_admitted", False), ("closed", True), ("read_only", True)],
+)
+def test_a_flush_fails_unless_a_save_was_not_wanted_or_not_worth_it(p, reason, is_failure):
+    begun = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
+    begun.job.end_with(Reason(reason))
+    with pytest.raises(SaveFailed, match=reason) if is_failure else contextlib.nullcontext():
+        p.pool.flush(30)
 
 
 def test_a_flush_waits_for_a_save_whose_layers_are_not_released(p):
