@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang_backends import BACKENDS
+from benchmarks.sglang_backends import BACKENDS, Place
 from benchmarks.sglang_faults import FAULTS, Scene, suits
 from benchmarks.sglang_instance import Instance, distance, stop_all
 from benchmarks.stored_bytes import touch
@@ -40,16 +39,12 @@ _BACKENDS = ["pdstore-shm", "pdstore-file", "file", "mooncake"]
 
 
 class Servers(Session):
-    """A session with SGLang's servers.
-
-    store: the process of a store that is a server; None without one.
-    """
+    """A session with SGLang's servers."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
-        self.store: subprocess.Popen[bytes] | None = None
         self.model = given.pool / "pdstore-sglang-model"  # the next run finds it
-        self.budget: str = given.budget
+        self.place = Place(self.pool, given.budget, self.logs)
 
     def instance(self, name: str, gpu: str, *options: str, **environment: str) -> Instance:
         """Starts a server on a GPU, at a port of its own."""
@@ -78,7 +73,7 @@ class Servers(Session):
 
     def _pair(self, backend: str, running: contextlib.ExitStack) -> Pair:
         """Starts P and D over an empty pool of a backend."""
-        options, environment = BACKENDS[backend](self, running)
+        options, environment = BACKENDS[backend](self.place, running)
         p, d = (
             self.instance(f"{backend}-{role}", gpu, *options, **environment, PDSTORE_ROLE=role)
             for role, gpu in (("prefill", self.given.gpus[0]), ("decode", self.given.gpus[-1]))
@@ -190,7 +185,7 @@ def break_things(session: Servers, plain: Instance, pairs: Mapping[str, Pair]) -
     """Tries each fault with all of pdstore's backends, each time with a prompt of its own."""
     ours = [backend for backend in pairs if backend.startswith("pdstore")]
     for name, backend in product(session.given.only or FAULTS, ours):
-        store = session.store if backend == "pdstore-redis" else None
+        store = session.place.store if backend == "pdstore-redis" else None
         prompt = session.prompt_of(session.given.tokens[0], f"{backend} {name}")
         directory, settle_s = session.pool / backend, session.given.settle
         scene = Scene(directory, store, plain, *pairs[backend], prompt, settle_s)

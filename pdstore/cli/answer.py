@@ -17,8 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdstore.cli.main import drop_output, printable
-from pdstore.errors import ConfigError
+from pdstore.cli.output import printable, writing_to
 from pdstore.format.keys import Json
 
 _WIDE = 200
@@ -44,7 +43,7 @@ def emit(answer: Answer, target: str | None) -> None:
     Raises ConfigError if it cannot be written.
     """
     text = json.dumps(answer.document, indent=1) + "\n"
-    try:
+    with writing_to(target):
         if target is None:
             console = Console(highlight=False)
             if not console.is_terminal:  # a pipe has no width at which to fold
@@ -55,15 +54,6 @@ def emit(answer: Answer, target: str | None) -> None:
             sys.stdout.write(text)
         else:
             Path(target).write_text(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        if target in (None, "-"):
-            drop_output()
-        raise ConfigError(
-            f"cannot write {target or 'standard output'}: {error.strerror}"
-        ) from error
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:
@@ -106,26 +96,6 @@ def muted(text: str) -> Text:
 def size(num_bytes: float | None) -> str:
     """Returns bytes with a unit: `1.5GiB`; a dash for None."""
     return "-" if num_bytes is None else ByteSize(num_bytes).human_readable()
-
-
-def age(seconds: float | None) -> str:
-    """Returns a duration as `8 s`, `12 min`, `3 h` or `5 d`; a dash for None."""
-    if seconds is None:
-        return "-"
-    for limit, step, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / step:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: `1 value`, `1,200 values`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def duration(seconds: float) -> str:
-    """Returns a short time as `0.31 ms` or `1.2 s`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 class Level(enum.Enum):

@@ -27,12 +27,12 @@ JsonTarget = Annotated[
 
 
 def _run(name: str, json_target: str | None, *arguments: object, **options: object) -> None:
-    """Runs the function `name` ("module.function") and emits its answer."""
+    """Runs the function `name` ("package.module.function") and emits its answer."""
     module_name, _, function_name = name.rpartition(".")
     answers = importlib.import_module("pdstore.cli.answer")
     console = importlib.import_module("rich.console").Console(stderr=True)
     with console.status("working …"):  # only on a terminal; importing torch takes a second or more
-        function = getattr(importlib.import_module(f"pdstore.cli.{module_name}"), function_name)
+        function = getattr(importlib.import_module(module_name), function_name)
         answer = function(*arguments, **options)
     answers.emit(answer, json_target)
     raise typer.Exit(answer.status)
@@ -66,13 +66,13 @@ def ls(
     json: JsonTarget = None,
 ) -> None:
     """List values, those used last first."""
-    _run("listing.ls", json, store, prefix, limit)
+    _run("pdstore.cli.listing.ls", json, store, prefix, limit)
 
 
 @app.command()
 def du(store: Store = None, json: JsonTarget = None) -> None:
     """Count values and bytes by namespace."""
-    _run("listing.du", json, store)
+    _run("pdstore.cli.listing.du", json, store)
 
 
 @app.command()
@@ -84,7 +84,7 @@ def inspect(
     json: JsonTarget = None,
 ) -> None:
     """Read one value; show its header, and whether it is right."""
-    _run("listing.inspect", json, store, key)
+    _run("pdstore.cli.listing.inspect", json, store, key)
 
 
 @app.command("purge")
@@ -97,7 +97,7 @@ def clear(
     json: JsonTarget = None,
 ) -> None:
     """Forget all that the pool has of one namespace."""
-    _run("listing.clear", json, store, namespace, is_rehearsal=dry_run)
+    _run("pdstore.cli.listing.clear", json, store, namespace, is_rehearsal=dry_run)
 
 
 @app.command()
@@ -113,7 +113,7 @@ def doctor(
     json: JsonTarget = None,
 ) -> None:
     """Check all that P and D need, and say what to change."""
-    _run("doctor.doctor", json, store, peer or (), model, engine_block)
+    _run("pdstore.cli.doctor.doctor", json, store, peer or (), model, engine_block)
 
 
 @app.command()
@@ -136,4 +136,4 @@ def explain(
     json: JsonTarget = None,
 ) -> None:
     """Say how much of a prompt the pool has, and why it has no more."""
-    _run("explained.explain", json, store, prompt, model, ids, namespace, cache_salt)
+    _run("pdstore.cli.explained.explain", json, store, prompt, model, ids, namespace, cache_salt)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from pydantic import ByteSize
 
-from pdstore.cli.answer import Answer, Finding, answer_of, bad, duration, info, ok, size, warn
+from pdstore.cli.answer import Answer, Finding, answer_of, bad, info, ok, size, warn
 from pdstore.cli.host import (
     MOUNTS,
     available_memory,
@@ -21,6 +21,7 @@ from pdstore.cli.host import (
     check_settings,
     check_traces,
 )
+from pdstore.cli.output import duration
 from pdstore.cli.peers import check_peers
 from pdstore.engine.self_test import StepFailed, Tried, self_test
 from pdstore.errors import (

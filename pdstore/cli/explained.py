@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 from rich.console import RenderableType
 from rich.text import Text
 
-from pdstore.cli.answer import Answer, age, table
+from pdstore.cli.answer import Answer, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
+from pdstore.cli.output import age
 from pdstore.errors import BadValue, ConfigError, MissingExtra
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
 from pdstore.store.base import Store

@@ -10,7 +10,8 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from pdstore.cli.answer import Answer, age, counted, muted, size, table
+from pdstore.cli.answer import Answer, muted, size, table
+from pdstore.cli.output import age, counted
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 
+from pdstore.cli.output import drop_output, printable
 from pdstore.errors import PDStoreError
 
-_OK, _BAD_USE, _INTERRUPTED = 0, 2, 130
+_OK = 0
+_BAD_USE = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,19 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else _OK
     return _OK
-
-
-def printable(text: str) -> str:
-    """Returns text with `?` in place of control characters, except line ends.
-
-    Anyone who can write to a pool can choose a key that contains instructions to a terminal.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def drop_output() -> None:
-    """Sends standard output to /dev/null, so that flushing it at the exit raises no error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -19,6 +19,8 @@ READ_WITH_OTHERS = 60
 """A module of fewer lines is read with its neighbours, and should stand with them."""
 BESIDE = ("benchmarks", "examples", "integrations/lmcache/pdstore_lmcache")
 TESTS = ("tests", "integrations/lmcache/tests")
+ENTRIES = ("__init__", "__main__", "main")
+"""Modules that only lead to others, and may be short."""
 USUAL_METHODS = {"close", "add", "get", "put", "load", "save", "clear"}
 """Names that say the same wherever they stand. Any other has at most three classes."""
 MOST_CLASSES_OF_A_METHOD = 3
@@ -87,38 +89,63 @@ def is_protocol(node: ast.AST) -> bool:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Returns the modules of pdstore that each one imports, at any place, for types too.
+    """Returns the modules of this repository that each one imports, at any place, for types too.
 
     The package's own `__init__` is left out: it is the door, and names the version.
     """
-    files = {name_of(file): file for file in python_files("pdstore")}
+    files = {name_of(file): file for file in python_files("pdstore", *BESIDE)}
     del files["pdstore"]
     found: dict[str, set[str]] = {}
     for module, file in files.items():
-        names = {name for node in ast.walk(tree_of(file)) for name in imported_by(node)}
+        names = set(imported_by(tree_of(file), package_of(module, file)))
         nearest = {name if name in files else name.rpartition(".")[0] for name in names}
         found[module] = (nearest & set(files)) - {module}
     return found
 
 
 def name_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    inside = file.removeprefix("integrations/lmcache/")
+    return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_by(node: ast.AST) -> list[str]:
-    """Names that a statement imports: `pdstore.store.base.Store`."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
+def package_of(module: str, file: str) -> str:
+    return module if file.endswith("/__init__.py") else module.rpartition(".")[0]
+
+
+def imported_by(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yields the names that a module of a package imports: `pdstore.store.base.Store`.
+
+    A module that calls importlib imports each module that one of its texts names, and each one
+    whose function a text names: which text reaches importlib, a program cannot tell.
+    """
+    nodes = list(ast.walk(tree))
+    has_importlib = any(is_import_by_name(node) for node in nodes)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(filter(None, (above, node.module)))
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+        elif has_importlib and isinstance(node, ast.Constant):
+            text = str(node.value)
+            yield package + text if text.startswith(".") else text
+
+
+def is_import_by_name(node: ast.AST) -> bool:
+    """True for `importlib.import_module(...)` and `__import__(...)`, each at its usual name."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+        "import_module",
+        "__import__",
+    )
 
 
 def modules_in_circles() -> list[str]:
     """Modules that import each other, directly or through others."""
     leads_to: dict[str, set[str]] = {}
     for module in imports():
-        leads_to[module], left = set(), [module]
+        leads_to[module] = set()
+        left = [module]
         while left:
             new = imports()[left.pop()] - leads_to[module]
             leads_to[module] |= new
@@ -201,7 +228,7 @@ def counts() -> dict[str, int]:
     files = python_files("pdstore")
     nodes = [node for file in files for node in ast.walk(tree_of(file))]
     native = [path for path in native_sources() if not {"tests", "bench"} & set(path.parts)]
-    modules = [file for file in files if Path(file).stem not in ("__init__", "__main__")]
+    modules = [file for file in files if Path(file).stem not in ENTRIES]
     return {
         "lines": lines_of(files),
         "files": len(files),
