@@ -1,4 +1,4 @@
-"""The house rules that a program can check: sizes, private state, docstrings."""
+"""The house rules that a program can check: sizes, circles, private state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from tests.support.house import (
     ROOT,
     counts,
-    docstring_words_per_statement,
-    docstrings_of,
     files_of_folders,
     is_own,
     native_sources,
@@ -23,18 +21,8 @@ from tests.support.house import (
 MAX_LINES = {"pdstore": 450, "examples": 450, "benchmarks": 450, "integrations": 450, "tests": 450}
 MAX_LINES_OF_A_FUNCTION = 40
 MAX_FILES_OF_A_FOLDER = 15
-MIN_DOCSTRING_WORDS = 2.0
-"""Words of docstrings for each statement: lines are not saved on the contracts."""
-
-NONE_OF = ("small modules", "packed assignments", "modules in circles", "overloaded method names")
-"""Counts of `python -m tests.support.house` that are always 0; totals are printed, not limited.
-
-"packed assignments" are `self.a, self.b = a, b`, which save lines and no reading. "overloaded
-method names" are those that more than three unrelated classes define: who searches for one finds
-everything.
-"""
-RIDDLES = {"Who", "What", "That", "Whether", "And", "As", "How", "Those", "It"}
-"""First words that stand for a subject instead of saying what a thing is or does."""
+NONE_OF = ("small modules", "modules in circles")
+"""Counts of `python -m tests.support.house` that are always 0. Totals are printed, not limited."""
 
 OF_LIBRARIES = {
     *("_replace", "_asdict", "_fields", "_fields_", "_exit"),  # named tuples, ctypes, os
@@ -95,10 +83,6 @@ def test_a_folder_has_few_files():
     assert not too_many
 
 
-def test_docstrings_are_not_cut_to_save_lines():
-    assert docstring_words_per_statement() >= MIN_DOCSTRING_WORDS
-
-
 def private_names(tree: ast.Module) -> set[str]:
     """Names with an underscore that a module itself defines."""
     return {
@@ -133,36 +117,4 @@ def test_no_module_reaches_into_private_state_of_another():
         f"reach: {file}: {name}"
         for file in python_files(*MAX_LINES)
         for name in reaches_of(tree_of(file))
-    )
-
-
-def comments_of(source: str) -> Iterator[tuple[int, str]]:
-    """Yields the line and text of the first line of each C++ comment that has lines of its own."""
-    is_inside = False
-    for number, line in enumerate(source.splitlines(), 1):
-        is_comment = line.lstrip().startswith("//")
-        if is_comment and not is_inside:
-            yield number, line.lstrip().removeprefix("//").lstrip()
-        is_inside = is_comment
-
-
-def is_riddle(text: str) -> bool:
-    return text.split(None, 1)[:1] != [] and text.split(None, 1)[0].rstrip(",:") in RIDDLES
-
-
-def test_a_docstring_begins_with_a_verb_or_a_noun_that_stands_alone():
-    assert not sorted(
-        f"{file}:{line}: {text[:50]}"
-        for file in python_files(*MAX_LINES)
-        for line, text in docstrings_of(tree_of(file))
-        if is_riddle(text)
-    )
-
-
-def test_a_native_comment_begins_with_a_verb_or_a_noun_that_stands_alone():
-    assert not sorted(
-        f"{path.name}:{line}: {text[:50]}"
-        for path in native_sources()
-        for line, text in comments_of(path.read_text())
-        if is_riddle(text)
     )

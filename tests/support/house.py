@@ -69,13 +69,22 @@ def is_own(node: ast.AST) -> bool:
 
 
 def is_packed(node: ast.AST) -> bool:
-    """True for `self.a, self.b = a, b`: assignments that share a line to save one."""
-    return (
+    """True for `a, b = c, d`: assignments that share a line to save one, of local names too.
+
+    A swap is none: `a, b = b, a`, or `job, self._job = self._job, None`, which reads a target.
+    """
+    if not (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)
-        and all(is_own(target) for target in node.targets[0].elts)
-    )
+    ):
+        return False
+    targets = {ast.unparse(target) for target in node.targets[0].elts}
+    return not targets & {
+        ast.unparse(each)
+        for each in ast.walk(node.value)
+        if isinstance(each, ast.Name | ast.Attribute | ast.Subscript)
+    }
 
 
 def bases_of(node: ast.ClassDef) -> list[str]:
@@ -263,6 +272,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     for what, number in counts().items():
         print(f"{number:7,}  {what}")
+    packed = 1000 * counts()["packed assignments"] / counts()["lines"]
+    print(f"{packed:7.2f}  packed assignments in 1,000 lines")
     print(f"{docstring_words_per_statement():7.2f}  docstring words per statement")
     for folder, number in files_of_folders().most_common(8):
         print(f"{number:7}  files in {folder}")
