@@ -21,13 +21,7 @@ from tests.test_modules import FLOORS
 ROOT = Path(__file__).parent.parent
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("deploy/*.md")])
-
-
 DOCUMENTS += DECISIONS
-
-
-MAX_README_LINES = 150
-MAX_SETTINGS = 25
 
 
 def anchors_of(document: Path) -> set[str]:
@@ -50,21 +44,16 @@ def test_the_readmes_example_hands_a_prompt_over(options):
     assert out.stdout == "JobResult(num_tokens=200, reason=None, error=None)\n"
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
-
-
 @pytest.mark.parametrize(("page", "table_of"), TABLES)
 def test_a_generated_table_is_current(page, table_of):
     is_current = table_of() in (ROOT / "docs" / page).read_text()
     assert is_current, f"docs/{page}: run python -m tests.docs.tables"
 
 
-def test_there_are_few_settings_and_each_stands_with_the_reason_to_change_it():
+def test_each_setting_stands_with_the_reason_to_change_it():
     text = (ROOT / "docs" / "settings.md").read_text()
     reasons = text.partition("## When to change one")[2]
     variables = [variable_of(field) for field in Settings.model_fields]
-    assert len(variables) <= MAX_SETTINGS
     assert not [name for name in variables if not re.search(rf"{name}\b", reasons)]
 
 
@@ -96,17 +85,10 @@ def test_every_page_is_in_the_sites_navigation():
     assert len(set(listed)) == len(listed)
 
 
-def test_code_refers_to_each_decision_at_the_head_of_what_it_explains():
+def test_every_decision_that_code_names_exists():
     files = [ROOT / f for f in python_files("pdstore", "integrations", "examples", "benchmarks")]
-    heads = "".join(path.read_text()[:3000] for path in [*files, *native_sources()])
-    assert set(re.findall(r"docs/decisions/(\S+\.md)", heads)) == {page.name for page in DECISIONS}
-
-
-def test_a_decision_says_why_what_was_given_up_and_how_to_check():
-    for page in DECISIONS:
-        parts = re.findall(r"^(?:# |\*\*)([\w ]+)\.(?:\*\*)? ", page.read_text(), re.MULTILINE)
-        number = str(int(page.name[:3]))
-        assert parts == [number, "Context", "Choice", "Given up", "How to check"], page.name
+    texts = "".join(path.read_text() for path in [*files, *native_sources()])
+    assert set(re.findall(r"docs/decisions/(\S+\.md)", texts)) <= {page.name for page in DECISIONS}
 
 
 def test_the_architecture_has_the_floors_in_their_order():
@@ -131,17 +113,7 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 ALLOWED = {
     "attempt": {"csrc/arena": "one try of several to read what others write"},
-    "backend": {"pdstore/adapters/vllm/describe.py": "vLLM's attention backends"},
     "bounce": {"pdstore/store/mooncake": "memory inside the store, which staging never is"},
-    "connector": {
-        "pdstore/adapters/vllm": "vLLM's word",
-        "examples/demo": "of vLLM",
-        "examples/vllm": "of vLLM",
-    },
-    "fetch": {"csrc": "std::atomic's fetch_add and fetch_sub"},
-    "idx": {"csrc": "CUDA's threadIdx and blockIdx", "pdstore/adapters/vllm": "vLLM's engine_idx"},
-    "object": {"integrations/lmcache": "LMCache's ObjectKey and object groups"},
-    "req": {"pdstore/adapters/vllm": "vLLM's finished_req_ids"},
 }
 """Banned words that a library, or another meaning, needs in one place."""
 
@@ -214,7 +186,7 @@ def test_no_name_contains_a_word_that_is_not_used(word):
 
 
 def test_the_test_reads_the_glossary_and_sees_words_in_names():
-    assert {"stripe", "attempt", "backend", "cfg", "helper"} <= banned_words()
+    assert {"stripe", "attempt", "carrier", "cfg", "helper"} <= banned_words()
     assert words_of("StripedLoad") == "_striped_load_"
     assert words_of("_num_KVStripes2") == "_num_kv_stripes_2_"
     assert "KVPool" in names_in_python(ROOT / "pdstore" / "worker" / "pool.py")
