@@ -12,7 +12,9 @@ from tests.support.house import (
     ROOT,
     counts,
     files_of_folders,
+    imported_by,
     is_own,
+    is_packed,
     native_sources,
     python_files,
     tree_of,
@@ -118,3 +120,41 @@ def test_no_module_reaches_into_private_state_of_another():
         for file in python_files(*MAX_LINES)
         for name in reaches_of(tree_of(file))
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pdstore.cli.app",
+        "from pdstore.cli import app",
+        "from pdstore.cli.app import run",
+        "from . import app",
+        "from .app import run",
+        "from ..cli.app import run",
+        "def late():\n    from pdstore.cli.app import run",
+        "if TYPE_CHECKING:\n    from pdstore.cli.app import run",
+        "importlib.import_module('pdstore.cli.app')",
+        "import_module('.app', __package__)",
+        "__import__('pdstore.cli.app')",
+        "run('pdstore.cli.app.run')\ndef run(name):\n    importlib.import_module(name)",
+    ],
+)
+def test_an_import_is_counted_in_every_form(source):
+    names = set(imported_by(ast.parse(source), package="pdstore.cli"))
+    assert names & {"pdstore.cli.app", "pdstore.cli.app.run"}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("a, b = c, d", True),
+        ("self.a, self.b = a, b", True),
+        ("a, self.b = 0, c.d", True),
+        ("a, b = b, a", False),
+        ("job, self._job = self._job, None", False),
+        ("a, b = pair", False),
+        ("a, b = c()", False),
+    ],
+)
+def test_assignments_that_share_a_line_are_packed_but_no_swap(line, is_one):
+    assert is_packed(ast.parse(line).body[0]) is is_one
