@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
+import pdstore
 from pdstore.store import connect
 from tests.support.redis_server import RedisServer, has_docker
 from tests.support.secret import SecretSearch
+
+
+def pytest_configure() -> None:
+    """Refuses an environment whose editable install leads to another checkout."""
+    tested, here = (Path(file).resolve().parents[1] for file in (pdstore.__file__, __file__))
+    if tested != here:
+        raise pytest.UsageError(
+            f"these are the tests of {here}, but this environment's pdstore is that of {tested}:"
+            f" run `make setup` in {here}, and its .venv"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -26,6 +26,7 @@ _OF_SGLANG = "tests/adapters/sglang/test_documented.py::test_the_flags_of_the"
 RUN_BY = {
     # pattern of the command: the test or the file that runs it, or GPU
     "make setup": ".ci/run",
+    "make quick": ".ci/run",
     "make test": ".ci/run",
     "make check": ".ci/run",
     "make release": "tests/scripts/test_release.py",
