@@ -249,7 +249,8 @@ class Metrics:
 
     def _made(self, metric: Metric) -> Shown:
         options: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
-        name, labels = f"pdstore_{metric.name}", list(metric.labels)
+        name = f"pdstore_{metric.name}"
+        labels = list(metric.labels)
         made = TYPES[metric.kind](name, metric.text, labels, registry=self.registry, **options)
         for values in known_labels(metric):
             made.labels(*values)

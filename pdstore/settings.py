@@ -63,7 +63,8 @@ def parse_size(value: object, *, unit: int = 1000) -> int:
     found = None if isinstance(value, bool) else _SIZE.fullmatch(str(value))
     if found is None:
         raise ValueError("write a size like 1GiB")
-    power, is_binary = _UNITS.index(found[2].lower()), bool(found[3])
+    power = _UNITS.index(found[2].lower())
+    is_binary = bool(found[3])
     size = Fraction(found[1]) * (1024 if is_binary else unit) ** power
     if not power and (is_binary or size.denominator != 1):
         raise ValueError("write a size like 1GiB")

@@ -81,14 +81,19 @@ class ModelShape:
 
 
 def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     rank = config.get("kv_lora_rank")
     if rank:
-        rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-        qk_dim, v_dim, kv_elements, kv_heads = nope + rope, config["v_head_dim"], rank + rope, 1
+        rope = config["qk_rope_head_dim"]
+        nope = config["qk_nope_head_dim"]
+        qk_dim = nope + rope
+        v_dim = config["v_head_dim"]
+        kv_elements = rank + rope
+        kv_heads = 1
         attention = _mla_params(config, qk_dim)
     else:
         qk_dim = v_dim = head_dim
@@ -112,9 +117,13 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
 
 def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
     """Returns the number of parameters of one layer's latent attention."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    nope, v_dim, q_rank = config["qk_nope_head_dim"], config["v_head_dim"], config["q_lora_rank"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    rank = config["kv_lora_rank"]
+    rope = config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    v_dim = config["v_head_dim"]
+    q_rank = config["q_lora_rank"]
     query = q_rank * (hidden + heads * qk_dim) if q_rank else hidden * heads * qk_dim
     return int(
         query + hidden * (rank + rope) + rank * heads * (nope + v_dim) + heads * v_dim * hidden
@@ -123,7 +132,8 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
 
 def _mlp_params(config: Mapping[str, Any]) -> int:
     """Returns how many MLP parameters compute a token: of experts, only those that get it."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
     dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
@@ -188,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
     """Prints, for each prompt, the bandwidth above which reading is faster than computing."""
-    machine, element_bytes = Machine(asked.gpu, asked.gpus, asked.mfu), asked.kv_element_bytes
+    machine = Machine(asked.gpu, asked.gpus, asked.mfu)
+    element_bytes = asked.kv_element_bytes
     kv_bytes = shape.kv_bytes(element_bytes)
     prompts = asked.prompt or _PROMPTS
     rows = [break_even(shape, machine, length, element_bytes) for length in prompts]

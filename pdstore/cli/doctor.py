@@ -272,7 +272,8 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
 
 def _check_contents(store: Store) -> Iterator[Finding]:
     try:
-        pool_id, lease = read_pool_id(store).hex()[:8], store.lease_s
+        pool_id = read_pool_id(store).hex()[:8]
+        lease = store.lease_s
         yield info("pool", f"id {pool_id}, the same for P and D; lease {duration(lease)}")
     except PDStoreError as error:
         yield warn("pool", str(error), "see the findings above")

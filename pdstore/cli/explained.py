@@ -238,7 +238,8 @@ def _block(cover: Cover, number: int) -> dict[str, Any]:
 
 
 def _row(block: dict[str, Any], num_parts: int) -> list[RenderableType]:
-    first, num_tokens = block["first_token"], block["num_tokens"]
+    first = block["first_token"]
+    num_tokens = block["num_tokens"]
     colour = "green" if block["num_parts"] == num_parts else "red"
     return [
         str(block["number"]),

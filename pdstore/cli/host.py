@@ -72,7 +72,8 @@ def _check_plugins(settings: Settings) -> Iterator[Finding]:
 
 
 def _check_place(settings: Settings) -> Iterator[Finding]:
-    place, scheme = place_of(settings.store, settings), settings.store.partition("://")[0]
+    place = place_of(settings.store, settings)
+    scheme = settings.store.partition("://")[0]
     if place.reach is Reach.PROCESS:
         yield bad(
             "place",
@@ -148,9 +149,11 @@ def check_native(settings: Settings, num_gpus: int) -> Iterator[Finding]:
         library = load_library(settings, for_gpu=num_gpus > 0)
         why = "none found"
         if settings.native == "off":
-            why, remedy = "PDSTORE_NATIVE=off", "unset PDSTORE_NATIVE"
+            why = "PDSTORE_NATIVE=off"
+            remedy = "unset PDSTORE_NATIVE"
     except NativeError as error:
-        library, why = None, str(error)
+        library = None
+        why = str(error)
     if library is not None:
         yield ok("native library", f"{library.path.name}, {what}")
     else:
@@ -187,9 +190,11 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
 
     mounts: as in /proc/self/mountinfo; see proc_pid_mountinfo(5).
     """
-    cost, remedy = "files are written several times more slowly", _MOUNT_OF_FILES
+    cost = "files are written several times more slowly"
+    remedy = _MOUNT_OF_FILES
     if is_arena:
-        cost, remedy = "a GPU registers the arena more slowly", _MOUNT
+        cost = "a GPU registers the arena more slowly"
+        remedy = _MOUNT
     found = _tmpfs_of(path, mounts)
     if found is None:
         if is_arena:
@@ -210,7 +215,9 @@ def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
     A path belongs to the mount at the nearest directory above it. If that directory has several
     mounts, the path belongs to the last of them.
     """
-    nearest, kind, options = Path(), "", ""
+    nearest = Path()
+    kind = ""
+    options = ""
     for line in mounts.splitlines():
         here, _, there = line.partition(" - ")
         point = Path(here.split()[4])

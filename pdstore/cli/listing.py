@@ -24,7 +24,9 @@ from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom
 from pdstore.store.seal import seal_store
 from pdstore.store.wrappers import WrapperStore
 
-_HEX, _NUMBER = "([0-9a-f]{32})", "([0-9]{1,9})"  # anyone who can write may make other keys
+# Anyone who can write may make other keys.
+_HEX = "([0-9a-f]{32})"
+_NUMBER = "([0-9]{1,9})"
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
 _MOST_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
@@ -313,7 +315,8 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
     Raises ConfigError if the store cannot list its values and `beginning` has fewer than 32 digits.
     """
     with open_pool(url) as pool:
-        label, lists = pool.store.label, pool.lists
+        label = pool.store.label
+        lists = pool.lists
         use = _namespace_of(survey(pool.listed_values()) if lists else None, beginning, label)
         if not is_rehearsal:
             pool.store.clear(use.hex)

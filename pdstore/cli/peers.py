@@ -205,7 +205,8 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
     names = sorted({*first.fields, *other.fields})
     differing = [name for name in names if first.fields.get(name) != other.fields.get(name)]
     for name in differing:
-        there, here = first.fields.get(name, "missing"), other.fields.get(name, "missing")
+        there = first.fields.get(name, "missing")
+        here = other.fields.get(name, "missing")
         yield bad(
             f"namespace: {name}",
             f"{there} at {first.url}, {here} at {other.url}",

@@ -120,7 +120,8 @@ def _phase(
     if not known:
         return ()
     arrived_at = request.timer.arrived_at
-    begin, end = min(i.begin_at for i in known), max(i.end_at for i in known)
+    begin = min(i.begin_at for i in known)
+    end = max(i.end_at for i in known)
     return (Phase(name, max(0.0, begin - arrived_at), max(0.0, end - arrived_at)),)
 
 
@@ -133,7 +134,8 @@ def _saved_by_all(saves: Sequence[JobEnd], *, is_published: bool) -> int:
     ends_of: dict[int, list[JobEnd]] = {}
     for end in saves:
         ends_of.setdefault(end.number or 0, []).append(end)
-    num_tokens, is_whole = 0, True
+    num_tokens = 0
+    is_whole = True
     for number in sorted(ends_of):
         ends = ends_of[number]
         if is_whole or (is_published and number == max(ends_of)):

@@ -84,7 +84,8 @@ class Envelopes:
             return Reason.FORGED
         if version != _VERSION or key_id not in self._keys:
             return Reason.OTHER_SEAL
-        cipher, text = self._run_key(key_id, run), envelope[_HEAD.size :]
+        cipher = self._run_key(key_id, run)
+        text = envelope[_HEAD.size :]
         try:
             cipher.decrypt_into(_nonce(number), text, head + key.encode(), value)
         except InvalidTag:

@@ -152,7 +152,8 @@ class NativeArena:
         """
         # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
-        stored, code = (c_uint8 * len(keys))(), int(abi.Code.TIMEOUT)
+        stored = (c_uint8 * len(keys))()
+        code = int(abi.Code.TIMEOUT)
         first, at = spared or (len(keys), 0.0)
         values = joined(keys), len(keys), leases, first, int(at * 1e9), stored
         if len(keys) <= _SHORT_BATCH:
@@ -200,7 +201,9 @@ class NativeArena:
         The seconds are None if the stored time of use is impossible. The call gives up the arena's
         lock after every 512 values.
         """
-        page, following, count = (abi.ArenaValue * _PAGE_VALUES)(), c_int64(0), c_int64()
+        page = (abi.ArenaValue * _PAGE_VALUES)()
+        following = c_int64(0)
+        count = c_int64()
         while following.value >= 0:
             out = byref(following), page, _PAGE_VALUES, byref(count)
             self._check(self._calls.pds_arena_list(self._handle, *out))
@@ -217,8 +220,10 @@ class NativeArena:
         sizes: Sequence[int],
     ) -> int:
         """Copies in values that are not stored yet; returns how many leading ones are there now."""
-        count, done = len(keys), c_int64()
-        sources, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        count = len(keys)
+        done = c_int64()
+        sources = (c_uint64 * count)(*addresses)
+        lengths = (c_int64 * count)(*sizes)
         values = memory, joined(keys), kinds, sources, lengths, count, byref(done)
         code = self._calls.pds_arena_put(self._handle, -1, *values)
         self._check(code, done.value)
@@ -228,8 +233,10 @@ class NativeArena:
         self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> int:
         """Copies values out of the arena; returns how many leading values it copied."""
-        count, done = len(keys), c_int64()
-        targets, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        count = len(keys)
+        done = c_int64()
+        targets = (c_uint64 * count)(*addresses)
+        lengths = (c_int64 * count)(*sizes)
         values = memory, joined(keys), targets, lengths, count, byref(done)
         code = self._calls.pds_arena_get(self._handle, *values)
         self._check(code, done.value)
@@ -243,7 +250,9 @@ class NativeArena:
         Raises LayoutError or SwapError.
         """
         counts = [batch.num_values for batch in batches]
-        is_new, num_done, fill = (c_uint8 * sum(counts))(), c_int64(), self._calls.pds_arena_fill
+        is_new = (c_uint8 * sum(counts))()
+        num_done = c_int64()
+        fill = self._calls.pds_arena_fill
         values = (abi.Values * len(batches))(*(batch.values(memory) for batch in batches))
         what = values, len(batches), kinds
         with batches[0].engine.lent() as engine:
@@ -256,7 +265,8 @@ class NativeArena:
 
     def start_scatter(self, batch: ValueBatch, memory: int) -> Ticket | None:
         """Starts a scatter as `ArenaStore.start_scatter` does; waits up to 20 ms for the lock."""
-        handle, values = c_void_p(), byref(batch.values(memory))
+        handle = c_void_p()
+        values = byref(batch.values(memory))
         with batch.engine.lent() as engine:
             code = checked(self._calls.pds_arena_take, self._handle, engine, values, byref(handle))
         return None if code else Ticket(self.library, handle)
@@ -266,7 +276,8 @@ class NativeArena:
 
         copies: a ticket of `start_scatter` whose copies have ended.
         """
-        there, right = c_int64(), c_int64()
+        there = c_int64()
+        right = c_int64()
         out = byref(there), byref(right)
         self._check(self._short_calls.pds_arena_confirm(self._handle, copies.handle, *out))
         return there.value, right.value

@@ -84,8 +84,10 @@ class Engine:
           live until the copy ends. 0: no event.
         Raises LayoutError for items that do not fit the layout, SwapError if the copy cannot start.
         """
-        handle, submit = c_void_p(), self._library.short_calls.pds_submit
-        num_items, num_ids = len(items) // ctypes.sizeof(abi.Item), len(ids) // 8
+        handle = c_void_p()
+        submit = self._library.short_calls.pds_submit
+        num_items = len(items) // ctypes.sizeof(abi.Item)
+        num_ids = len(ids) // 8
         packed = items, num_items, ids, num_ids
         with self._lock:
             checked(submit, self._open(), direction, *packed, stream, ready, byref(handle))
@@ -123,7 +125,8 @@ class Engine:
         Returns how many leading files were written, and the errno that kept the next file from
         being written, or 0. Raises SwapError if the engine is closed.
         """
-        done, why = c_int64(), c_int32()
+        done = c_int64()
+        why = c_int32()
         names = os.fsencode(temporary), joined(paths)
         with self.lent() as handle:
             code = self._calls.pds_write_values(

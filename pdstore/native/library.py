@@ -135,7 +135,8 @@ SIGNATURES: dict[str, list[object]] = {
 
 def raise_error(error: ctypes.Structure) -> None:
     """Raises the exception that fits an `Error`; does nothing if its code is OK."""
-    code, message = Code(error.code), error.message.decode(errors="replace")
+    code = Code(error.code)
+    message = error.message.decode(errors="replace")
     if code is Code.OK:
         return
     if code is Code.ARGUMENT:
@@ -201,7 +202,8 @@ class Library:
         """
         count = len(addresses)
         sums = (c_uint64 * count)()
-        places, lengths = (c_uint64 * count)(*addresses), (c_int64 * count)(*sizes)
+        places = (c_uint64 * count)(*addresses)
+        lengths = (c_int64 * count)(*sizes)
         if self.calls.pds_sum_values(places, lengths, count, sums):
             raise ValueError("a value of fewer bytes than a header, or no address")
         return list(sums)
@@ -238,7 +240,8 @@ class Library:
         Follows no link. Each modification time is 1 ns before that of the preceding file.
         Returns how many files were set, and the errno of the next file, or 0.
         """
-        done, why = c_int64(), c_int32()
+        done = c_int64()
+        why = c_int32()
         ends = (byref(done), byref(why))
         if self.calls.pds_lease_files(joined(paths), len(paths), used_ns, until_ns, *ends):
             raise ValueError("a time before 1970")
@@ -261,7 +264,8 @@ def address_of(view: memoryview) -> int:
     return _addressof(_first_byte(view))
 
 
-_addressof, _first_byte = ctypes.addressof, c_char.from_buffer
+_addressof = ctypes.addressof
+_first_byte = c_char.from_buffer
 
 
 class LibraryLoader:
@@ -329,5 +333,6 @@ class LibraryLoader:
 
 
 _loader = LibraryLoader()
-load_library, built_library = _loader.load, _loader.built
+load_library = _loader.load
+built_library = _loader.built
 """The methods of the process's one `LibraryLoader`: all callers share its libraries."""

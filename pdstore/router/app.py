@@ -160,7 +160,8 @@ class Front:
 
     async def models(self, request: Request) -> Response:
         """Returns the list of models of the first instance that answers."""
-        headers, client = intake.passed_headers(request), self._calls.client
+        headers = intake.passed_headers(request)
+        client = self._calls.client
         for upstream in self._calls.decodes.in_turn() + self._calls.prefills.in_turn():
             question = client.build_request("GET", upstream.url + "/v1/models", headers=headers)
             try:

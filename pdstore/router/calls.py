@@ -199,7 +199,8 @@ class Calls:
         """
         if answer.is_success:
             return
-        status, said = answer.status, message_of(answer.content)
+        status = answer.status
+        said = message_of(answer.content)
         words = f"{said and ': '}{said}"
         if _is_at_fault(status):
             self.counts.failures.labels(role, "status").inc()

@@ -155,7 +155,8 @@ class Exchange:
             if not self._is_ended:
                 self.routed.reason = "the client left"
                 self._calls.counts.disconnects.inc()
-                words, request_id = "%s: the client left", self._asked.request_id
+                words = "%s: the client left"
+                request_id = self._asked.request_id
                 self._calls.tell("client left", words, request_id, level=logging.INFO)
                 everything.cancel()
 

@@ -131,7 +131,8 @@ class FirstToken:
         choice = self._with_text(self._behind(rest["choices"][0], self.prompt))
         if choice.get("token_ids") is not None:
             choice["token_ids"] = self._choice["token_ids"] + choice["token_ids"]
-        ours, theirs = self._choice.get("logprobs"), choice.get("logprobs")
+        ours = self._choice.get("logprobs")
+        theirs = choice.get("logprobs")
         if ours and theirs:
             choice["logprobs"] = {
                 name: ours[name] + value if isinstance(value, list) else value

@@ -19,7 +19,8 @@ from pdstore.router.intake import Asked
 
 _EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = [(b"content-type", b"application/json")]
-_DATA, _DONE = b"data: ", b"data: [DONE]\n\n"
+_DATA = b"data: "
+_DONE = b"data: [DONE]\n\n"
 _KINDS = {"/v1/completions": FirstToken, "/v1/chat/completions": FirstChatToken}
 
 

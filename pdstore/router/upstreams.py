@@ -90,7 +90,8 @@ class Rotation:
         """Returns every instance, in the order to try them for one request with this body."""
         if not self.upstreams:
             return []
-        first, now = self._first, time.monotonic()
+        first = self._first
+        now = time.monotonic()
         self._first = (first + 1) % len(self.upstreams)
         turned = self.upstreams[first:] + self.upstreams[:first]
         if self._affinity is not None and body is not None:

@@ -212,7 +212,8 @@ class PromptTimes:
         """Returns where the load ends: at `start` (no load), at `found`, or between for a probe."""
         backlog = sum(prompt.num_tokens - prompt.at for prompt in self._prompts.values())
         num_own = found - start
-        load_s, compute_s = self._load_cost.per_token_s, self._compute_cost.per_token_s
+        load_s = self._load_cost.per_token_s
+        compute_s = self._compute_cost.per_token_s
         if load_s is None and compute_s is None:
             return found if num_loading <= backlog else start
         if load_s is None:

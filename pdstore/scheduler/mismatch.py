@@ -259,9 +259,11 @@ class Mismatches:
         if not handoff.is_of(keys):
             message = _OTHER_TOKENS.format(handoff.num_tokens, num_tokens)
             self._log.warn(message, about=_OTHER_TOKENS)
-        theirs, ours = handoff.weights_files, self.weights_files
+        theirs = handoff.weights_files
+        ours = self.weights_files
         if theirs and ours and theirs != ours and theirs[:6] == ours[:6]:  # else one is a commit
-            peer, named = handoff.id.instance or "", self._settings.weights
+            peer = handoff.id.instance or ""
+            named = self._settings.weights
             message = _OTHER_WEIGHTS.format(peer[:8], theirs, ours, named)
             self._other_weights.warn(message, about=peer)
         return True
@@ -270,7 +272,8 @@ class Mismatches:
         """Returns whether P uses another pool; warns if it does. May ask the store."""
         if self.pool.is_same(handoff.pool_id):
             return False
-        ours, label = self.pool.current or b"", self._label
+        ours = self.pool.current or b""
+        label = self._label
         remedy = _remedy_for(label, self._settings)
         self._log.warn(
             f"the prefill instance's pool is {(handoff.pool_id or '')[:8]}, this one's is"
@@ -311,7 +314,8 @@ class Mismatches:
 
     def _explain_absence(self) -> None:
         """Warns that blocks are gone. If they expire, tells that apart from their eviction."""
-        ttl_s, message = self._settings.block_ttl_s, _EVICTED
+        ttl_s = self._settings.block_ttl_s
+        message = _EVICTED
         if self._store.expires_blocks:
             count = call_or(partial(num_evicted, self._store), None)
             if count == 0:

@@ -86,7 +86,8 @@ class PrefixCacheManager:
 
     def _introduce(self, longest_prompt: int | None) -> None:
         """Tells the metrics who this instance is, and the log which settings may be wrong."""
-        role, label = self._settings.role, self._store.label
+        role = self._settings.role
+        label = self._store.label
         namespace = self.namespace.hex
         self.metrics.set_info(FORMAT_VERSION, role, namespace, label, lambda: self.pool_id)
         for doubt in doubts_of(self._settings, longest_prompt):
@@ -128,7 +129,9 @@ class PrefixCacheManager:
         The caller saves it and all after it. Else prompts that come together would each copy the
         new prefix that they share.
         """
-        now, claims, names = time.monotonic(), self._claims, keys.hashes(first_block)
+        now = time.monotonic()
+        claims = self._claims
+        names = keys.hashes(first_block)
         while claims and now - claims[oldest := next(iter(claims))] > CLAIM_S:
             del claims[oldest]
         is_new = [now - claims.get(name, 0.0) > CLAIM_S for name in names]

@@ -266,7 +266,8 @@ def snapshot(
       `Namespace.described`. Each number that is shown combines the values of all registries.
     """
     numbers = _numbers_of(registries)
-    namespace, pool_id = cache.namespace, cache.pool_id
+    namespace = cache.namespace
+    pool_id = cache.pool_id
     return {
         "time": time.time(),
         "version": pdstore.__version__,

@@ -254,7 +254,8 @@ class RoomWatch:
 
     def _turn(self) -> float:
         assert self._store is not None
-        metrics, started_at = self._metrics, time.monotonic()
+        metrics = self._metrics
+        started_at = time.monotonic()
         with contextlib.suppress(StoreError):  # calls of jobs will report the error
             room = self._store.room()
             self._keep_problem(room.problem)

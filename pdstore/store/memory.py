@@ -92,7 +92,8 @@ class _Shelf:
 
         spared: if not empty, all other blocks and tails may be evicted, even if they are leased.
         """
-        now, victims = self.clock(), []
+        now = self.clock()
+        victims = []
         goal = 0 if self.budget is None else self.used_bytes + num_bytes - self.budget
         for key, value in self.values.items():
             if goal <= 0:
@@ -194,7 +195,8 @@ class MemoryStore(Store):
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         shelf = self._enter([])
         with shelf.lock:
-            now, values = shelf.clock(), list(shelf.values.items())
+            now = shelf.clock()
+            values = list(shelf.values.items())
         for key, value in values:
             if key.startswith(prefix):
                 yield StoredValue(key, len(value.data), now - value.used_at)
@@ -230,7 +232,8 @@ class MemoryStore(Store):
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
-    budget, lease_s = url.size("budget", 0) or None, url.seconds("lease", DEFAULT_LEASE_S)
+    budget = url.size("budget", 0) or None
+    lease_s = url.seconds("lease", DEFAULT_LEASE_S)
     url.finish("budget, lease")
     return {"budget": budget, "lease_s": lease_s}
 

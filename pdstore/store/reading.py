@@ -67,7 +67,8 @@ def _remove(context: TransferContext, turn: Turn, wrong: Mapping[BlockKey, Reaso
     if not bad:
         return
     more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-    label, why = context.store.label, wrong[bad[0]].value
+    label = context.store.label
+    why = wrong[bad[0]].value
     log.warning("%s: %s is %s and is removed%s", label, bad[0], why, more)
     with turn.in_store_call():
         try:

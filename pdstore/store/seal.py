@@ -77,7 +77,8 @@ class Encrypted(WrapperStore):
         slot_bytes = -(-(max(slots.sizes) + self.added_bytes) // _ALIGN) * _ALIGN
         step = max(1, self._batch_bytes // slot_bytes)
         for start in range(0, len(keys), step):
-            batch, part = keys[start : start + step], slots.part(start, start + step)
+            batch = keys[start : start + step]
+            part = slots.part(start, start + step)
             with self._memory(len(batch) * slot_bytes) as view:
                 sizes = [
                     size if kind_of(key) is Kind.POOL else size + self.added_bytes

@@ -134,7 +134,8 @@ def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float
 
     hits, ends: how many intervals between uses ended at each age by a use, and in any way.
     """
-    at_risk, alive = sum(ends[age:]), 1.0
+    at_risk = sum(ends[age:])
+    alive = 1.0
     best = num_hits = held_s = 0.0
     for i in range(age, _NUM_AGES):
         share = hits[i] / at_risk if at_risk > 0.5 else 0.0

@@ -73,19 +73,24 @@ class _Lane:
 
     def advance(self, store: Store) -> bool:
         """Matches the keys from the first missing one on. Returns True if it found any of them."""
-        before, found, asked = self._at, 0, 0
+        before = self._at
+        found = 0
+        asked = 0
         while found == asked and self._at < len(self._keys):
             window = self._keys[self._at : self._at + _WINDOW]
-            found, asked = count_of(store.match(window), window, store), len(window)
+            found = count_of(store.match(window), window, store)
+            asked = len(window)
             self._at += found
         self._goes_far = self._at > before
         return self._goes_far
 
     def release_whole(self) -> bool:
         """Lets the load start on blocks whose keys are all found. Returns True if any are new."""
-        keys, layout = self._prompt.keys, self._prompt.layout
+        keys = self._prompt.keys
+        layout = self._prompt.layout
         is_all = self._at == len(self._keys)
-        first, stop = self._released, len(keys) if is_all else self._numbers[self._at]
+        first = self._released
+        stop = len(keys) if is_all else self._numbers[self._at]
         if stop <= first:
             return False
         num_bytes = bytes_of(layout, keys, first, self._layer_range)
@@ -172,7 +177,8 @@ class Follow(Waiter):
         return None if self.is_over else _PAUSE_S
 
     def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
-        cut, moved = self._cut(stored), False
+        cut = self._cut(stored)
+        moved = False
         try:
             for lane in self._lanes:
                 if cut is not None or lane.awaited in stored:

@@ -55,7 +55,8 @@ class Mover:
 
         only_unread: arguments for `RenewsUnread.renew`, if the store has this call.
         """
-        store, renewer = self.context.store, self._renewer
+        store = self.context.store
+        renewer = self._renewer
         with turn.in_store_call():
             if renewer is not None and only_unread is not None:
                 found = renewer.renew(keys, *only_unread)
@@ -163,7 +164,8 @@ class _Opener:
         return StagedTransfer(context, self._staging, split, sealer)
 
     def _open_staging(self, context: TransferContext) -> Staging:
-        payload_bytes, num_bytes = context.layout.largest_payload_bytes, int(self._settings.staging)
+        payload_bytes = context.layout.largest_payload_bytes
+        num_bytes = int(self._settings.staging)
         staging = Staging(context.store.allocate, payload_bytes, num_bytes, self._swap.registrar)
         metrics = context.metrics
         self._undo.callback(staging.memory.close)

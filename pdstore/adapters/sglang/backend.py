@@ -71,7 +71,8 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._refuse_hybrid(entry.name)
             mem_pool_host = entry.host_pool
         served = served_model(self._settings, self._args, mem_pool_host.dtype)
-        rank, size = self._config.tp_rank, self._config.tp_size
+        rank = self._config.tp_rank
+        size = self._config.tp_size
         pages = HostPages.of_host_pool(mem_pool_host, served, rank, size)
         number = (getattr(self._config, "dp_rank", 0) or 0) * size + rank
         self._pool = PagePool(self._settings, pages, served.weights, self.metrics, number)

@@ -63,7 +63,8 @@ class PageWait:
         keys: the keys of at least one page.
         """
         before, self._before = self._before, []
-        began, found = self.clock(), self._match(keys)
+        began = self.clock()
+        found = self._match(keys)
         if found.reason is None:
             self._end_wait(came=True)
         if found.reason is not Reason.ABSENT or began < self._rest_until:

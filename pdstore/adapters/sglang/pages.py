@@ -198,7 +198,8 @@ def _rope(directory: Path, args: Any) -> str:
 
 _LONGEST_S = 3600.0  # lookups and jobs end sooner, at their own deadlines
 _ROUTER_DUTY = "ask that instance for each prompt first"
-_MHA, _MLA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost"
+_MHA = "MHATokenToKVPoolHost"
+_MLA = "MLATokenToKVPoolHost"
 _LAYOUTS = {
     _MHA: ("layer_first", "page_first", "page_first_direct", "page_head"),
     _MLA: ("layer_first", "page_first", "page_first_direct"),
@@ -234,7 +235,8 @@ class HostPages:
                 f" --hicache-mem-layout {', '.join(_LAYOUTS[_MHA])}"
             )
         if kind == _MLA:  # every rank has all latents, and only one rank saves them
-            tp_rank, tp_size = 0, 1
+            tp_rank = 0
+            tp_size = 1
             layer = LayerSpec(1, pool.kv_cache_dim, value_dim=0, kind="mla")
         else:
             layer = LayerSpec(pool.head_num * tp_size, pool.head_dim)

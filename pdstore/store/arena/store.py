@@ -91,7 +91,8 @@ class ArenaStore(Store):
         self._file = os.fstat(fd)
         try:
             self._arena = NativeArena(library, fd, times, f"{self.label} ({self.path})")
-            there, slab = self._arena.data_bytes, self._arena.slab_bytes
+            there = self._arena.data_bytes
+            slab = self._arena.slab_bytes
             if size is not None and size // slab * slab != there:
                 self._arena.close()
                 raise ConfigError(
@@ -228,7 +229,8 @@ class ArenaStore(Store):
         if context.copies.native is None:
             return None
         try:
-            view, span_bytes = self.memory(), self.span_bytes
+            view = self.memory()
+            span_bytes = self.span_bytes
         except StoreError as error:
             log.warning("its memory is not there now, so values go through staging: %s", error)
             return None

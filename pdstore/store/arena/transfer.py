@@ -100,7 +100,8 @@ class ArenaTransfer(Transfer):
         self._wait_for_memory(turn)
         values = move.values
         window = values[: values.num_whole(min(self._window, len(values)))]
-        rest, shortfall = values[len(window) :], None
+        rest = values[len(window) :]
+        shortfall = None
         for _ in range(_MAX_TRIES):
             if not window or self._begins(turn, move._replace(values=window), on_loaded):
                 return shortfall, rest
@@ -149,7 +150,8 @@ class ArenaTransfer(Transfer):
 
     def _begins(self, turn: Turn, move: Move, on_loaded: Loaded) -> bool:
         """Starts to scatter values; returns False if one is missing or wrong."""
-        batch, copies = self._batch(move), None
+        batch = self._batch(move)
+        copies = None
 
         def scatter() -> Moved[Ticket | None]:
             ticket = self._arena.start_scatter(batch)

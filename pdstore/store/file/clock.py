@@ -42,14 +42,16 @@ class FileSystemClock:
 
     def now_ns(self) -> int:
         """Returns the file system's time. Raises OSError if it was never told."""
-        last, here = self._last, self._local_ns()
+        last = self._last
+        here = self._local_ns()
         if last is not None and here - last[0] < self._keep_ns:
             return here + last[1]
         return self.measured_ns()
 
     def measured_ns(self) -> int:
         """Returns the file system's time, for which it stamps a file now. Raises as `now_ns`."""
-        last, began = self._last, self._local_ns()
+        last = self._last
+        began = self._local_ns()
         try:
             stamped = self._stamp()
         except OSError:

@@ -78,7 +78,8 @@ class Evictor:
         self.admit_anyway(sizes)
         num_admitted = 0
         try:
-            excess, num_admitted = self._excess(), len(sizes)
+            excess = self._excess()
+            num_admitted = len(sizes)
             while excess > 0 and num_admitted:
                 num_admitted -= 1
                 excess -= on_disk(sizes[num_admitted])
@@ -170,7 +171,8 @@ class Evictor:
 
         While another thread or process evicts, the pool may exceed its budget by one step.
         """
-        budget, step = self.budget.num_bytes, self.budget.step
+        budget = self.budget.num_bytes
+        step = self.budget.step
         with self._lock:
             is_over = self._used > budget
             due = is_over or self._put_since_scan > step
@@ -208,7 +210,8 @@ class Evictor:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
-        start, began = self._clock(), self._put_since_scan
+        start = self._clock()
+        began = self._put_since_scan
         try:
             self._compare(self._directory.exchange_terms(lock, self._terms))
             used, freed = self._look_and_delete(to_free, spared)
@@ -241,7 +244,8 @@ class Evictor:
         now = self._directory.clock.measured_ns()
         self._directory.sweep()
         used = 0
-        expired, candidates = [], []
+        expired = []
+        candidates = []
         for file in self._directory.files():
             kind = kind_of(BlockKey(file.name))
             if kind in (Kind.TAIL, Kind.HANDOFF) and file.mtime_ns < now - self._handoff_ttl_ns:

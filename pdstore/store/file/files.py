@@ -63,7 +63,8 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     with contextlib.suppress(OSError):
         status = os.statvfs(label.partition("://")[2])
         if why == errno.ENOSPC and status.f_files and status.f_favail < 4:  # a put needs up to 2
-            text, remedy = "no inodes are left", "delete files, or make the file system with more"
+            text = "no inodes are left"
+            remedy = "delete files, or make the file system with more"
     if why == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"

@@ -128,7 +128,8 @@ def check_abilities(root: Path, temporary: str, now_ns: Callable[[], int]) -> No
     temporary: a path on the same file system, at which nothing is.
     now_ns: as `FileSystemClock.now_ns`.
     """
-    named, linked = f"{temporary}:0", f"{temporary}:1"
+    named = f"{temporary}:0"
+    linked = f"{temporary}:1"
 
     def stamp() -> None:
         until = now_ns() + 3600 * 10**9

@@ -187,7 +187,8 @@ class FileStore(Store):
 
         def write(temporary: str, of_part: Sequence[str], part: range) -> Ended:
             of = slots.part(part.start, part.stop)
-            begin, end = part.start * START_BYTES, part.stop * START_BYTES
+            begin = part.start * START_BYTES
+            end = part.stop * START_BYTES
             prefixes = header_prefixes[begin:end]
             return Ended(*engine.write_values(temporary, of_part, *_packed(of), prefixes))
 
@@ -299,7 +300,8 @@ class FileStore(Store):
         part: range,
         write: WriteValues,
     ) -> None:
-        n, num_mends = part.start, 0
+        n = part.start
+        num_mends = 0
         while n < part.stop:
             rest = range(n, part.stop)
             done, why = write(self._directory.temporary(), paths[n : part.stop], rest)
@@ -351,7 +353,8 @@ class FileStore(Store):
 
     def _look_again(self, paths: Sequence[str], n: int, serve: Callable[[int], Ended]) -> Ended:
         """Goes on behind each value that this host's kernel wrongly believed missing."""
-        check, why = NameCheck(self.root, self._mount), errno.ENOENT
+        check = NameCheck(self.root, self._mount)
+        why = errno.ENOENT
         while why == errno.ENOENT and check.is_there(paths[n]):
             more, why = serve(n)
             n += more

@@ -130,14 +130,17 @@ class Batches:
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yields start and end of each batch. The pool's id has its own batch, as it is pinned."""
-        start, num_bytes, most = 0, 0, self.most_bytes
+        start = 0
+        num_bytes = 0
+        most = self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
             is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MOST_KEYS)
             is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
             if count and (is_full or is_apart or num_bytes + size > most):
                 yield start, i
-                start, num_bytes = i, 0
+                start = i
+                num_bytes = 0
             num_bytes += size
         if start < len(sizes):
             yield start, len(sizes)

@@ -133,7 +133,8 @@ class Client:
                     f"{self._label}: an earlier call may still be under way; calls are refused"
                     " until then"
                 )
-            raw, began = self._raw, time.monotonic()
+            raw = self._raw
+            began = time.monotonic()
             self._began.append(began)
         try:
             yield raw
@@ -285,7 +286,8 @@ def close_together(
     """
     for client in clients:
         client.lifecycle.refuse()
-    drained, closed = Deadline(drain_s), Deadline(close_s)
+    drained = Deadline(drain_s)
+    closed = Deadline(close_s)
     for client in clients:
         client.close(drained.remaining_s(), closed.remaining_s())
 

@@ -113,7 +113,8 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
             config = cls(**values, origins=origins, not_lent=not_lent)
         except ValidationError as error:
             [first, *_] = error.errors(include_url=False)
-            name, said = str(first["loc"][0]), first["msg"].removeprefix("Value error, ")
+            name = str(first["loc"][0])
+            said = first["msg"].removeprefix("Value error, ")
             origin = origins.get(name)
             where = "" if origin == "URL" else f" ({origin})"
             raise ConfigError(
@@ -265,7 +266,8 @@ class Library:
         return config
 
     def _set_up(self, segment: int, buffer: int, protocol: str, devices: str) -> Raw | int:
-        config, raw = self._config, self._module.MooncakeDistributedStore()
+        config = self._config
+        raw = self._module.MooncakeDistributedStore()
         given = (self._hostname, config.metadata, segment, buffer, protocol, devices, config.master)
         keywords: dict[str, str | bool] = {}
         if config.tenant != "default":

@@ -118,7 +118,8 @@ class MooncakeStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Asks for few keys first, then for more: keys after a miss would be leased for nothing."""
         self._lifecycle.enter(keys)
-        found, windows = 0, iter(_WINDOWS)
+        found = 0
+        windows = iter(_WINDOWS)
         while found < len(keys):
             window = keys[found : found + next(windows, _WINDOWS[-1])]
             num_stored = self._num_stored(window, found)
@@ -287,8 +288,10 @@ class MooncakeStore(Store):
         for key, code in zip(keys, codes, strict=True):
             if is_outage(code):
                 raise error_of(code, f"{self.label}: put of {key}", num_done=num_put)
-        stored, num_evictions = self._num_stored(keys), 0
-        end, pause = time.monotonic() + _WRITER_S, 0.002
+        stored = self._num_stored(keys)
+        num_evictions = 0
+        end = time.monotonic() + _WRITER_S
+        pause = 0.002
         while stored < len(keys) and codes[stored] >= 0:
             what = f"{self.label}: {keys[stored]}"
             if self._size_of(keys[stored]) != ABSENT:  # another writer is at work
@@ -331,7 +334,8 @@ class MooncakeStore(Store):
 
     def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:
         """Returns the answer of the master's HTTP server. Raises StoreUnavailable."""
-        address, problem = self._config.master_http, f"more than {most_bytes} bytes"
+        address = self._config.master_http
+        problem = f"more than {most_bytes} bytes"
         try:  # without the environment's proxies, which are for other networks
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"http://{address}{path}", timeout=5.0) as answer:

@@ -72,7 +72,8 @@ class OneServer:
         self._renewed_at = -math.inf
 
     def ask(self, commands: Sequence[Command]) -> list[object]:
-        client, began_at = self._client, time.monotonic()
+        client = self._client
+        began_at = time.monotonic()
         replies = _ask(client, commands)
         refused = [i for i, reply in enumerate(replies) if isinstance(reply, _OF_A_REPLICA)]
         is_late = time.monotonic() - began_at > self._patience_s
@@ -168,7 +169,8 @@ class Cluster:
         """Sends the waiting commands to one node after the other; writes into `replies`."""
         parts: dict[tuple[Address, bool], list[int]] = {}
         for i in waiting:
-            before, slot = replies[i], key_slot(str(commands[i][1]).encode())
+            before = replies[i]
+            slot = key_slot(str(commands[i][1]).encode())
             if isinstance(before, AskError):
                 parts.setdefault((Address(before.host, before.port), True), []).append(i)
             elif (address := slots[slot]) is not None:

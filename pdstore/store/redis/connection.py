@@ -54,7 +54,8 @@ _KEEPALIVE = {
     for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
     if (name := getattr(socket, option, None)) is not None
 }
-_PORT, _SENTINEL_PORT = 6379, 26379
+_PORT = 6379
+_SENTINEL_PORT = 26379
 
 _OF_A_CLUSTER = (AskError, ClusterDownError, MovedError)
 _ERRORS: dict[tuple[type[RedisError], ...], type[StoreError]] = {

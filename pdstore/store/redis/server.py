@@ -82,7 +82,8 @@ def _about_disk(info: Told, save: str | None) -> Iterator[ServerDoubt]:
 
 
 def _about_memory(info: Told) -> Iterator[ServerDoubt]:
-    most, there = info.get("maxmemory") or 0, info.get("total_system_memory") or 0
+    most = info.get("maxmemory") or 0
+    there = info.get("total_system_memory") or 0
     if there and most > there:
         shown = [ByteSize(size).human_readable() for size in (most, there)]
         said = f"maxmemory is {shown[0]}, and the server's host has {shown[1]}: the kernel ends the"

@@ -28,8 +28,10 @@ from pdstore.store.redis.remedies import may_be_about_size, refused_value
 from pdstore.store.redis.server import server_doubts
 from pdstore.store.url import Place, StoreURL
 
-_READ_BATCH, _WRITE_BATCH = 2 << 20, 8 << 20  # bytes; a read's stay in the CPU's cache
-_FIRST_WINDOW, _LAST_WINDOW = 32, 512
+_READ_BATCH = 2 << 20  # bytes; a read's stay in the CPU's cache
+_WRITE_BATCH = 8 << 20  # bytes
+_FIRST_WINDOW = 32
+_LAST_WINDOW = 512
 _LEASE_MARGIN_S = 5.0
 _SMALL = 64 << 10  # bytes; no server has a limit for values that is below it
 _POLICY = "maxmemory-policy"
@@ -95,7 +97,8 @@ class RedisStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._lifecycle.enter(keys)
-        n, window = 0, _FIRST_WINDOW
+        n = 0
+        window = _FIRST_WINDOW
         while n < len(keys):
             part = keys[n : n + window]
             found = self._num_renewed(part, n)
@@ -333,11 +336,13 @@ def _num_found(replies: Iterable[object]) -> int:
 
 def _batches(sizes: Sequence[int], most_bytes: int) -> Iterator[range]:
     """Yields ranges of values of at most `most_bytes`; a larger value has its own range."""
-    start, num_bytes = 0, 0
+    start = 0
+    num_bytes = 0
     for i, size in enumerate(sizes):
         if num_bytes and num_bytes + size > most_bytes:
             yield range(start, i)
-            start, num_bytes = i, 0
+            start = i
+            num_bytes = 0
         num_bytes += size
     if num_bytes:
         yield range(start, len(sizes))

@@ -67,7 +67,8 @@ class CallTests:
         self, store: Store, size: int
     ) -> None:
         keys = fresh_keys(6)
-        first, second = contents(keys, SIZE), contents(keys, size, version=1)
+        first = contents(keys, SIZE)
+        second = contents(keys, size, version=1)
         put(store, keys[1:4], first[1:4])
         assert put(store, keys, second) == 6
         assert put(store, keys, first) == 6
@@ -180,7 +181,8 @@ class CallTests:
         self, store: Store, gap: int
     ) -> None:
         keys = fresh_keys(6)
-        values, behind = contents(keys, SMALL), slice(gap + 1, None)
+        values = contents(keys, SMALL)
+        behind = slice(gap + 1, None)
         put(store, keys[:gap] + keys[behind], values[:gap] + values[behind])
         assert store.match(keys) == gap
         assert_values(get(store, keys, [SMALL] * 6), values[:gap])
@@ -341,8 +343,10 @@ class ClearTests:
     def test_clear_beside_writers_and_readers_harms_nobody(
         self, store: Store, peer: Store, namespace: str
     ) -> None:
-        keys, kept = _one_of_each(namespace), _one_of_each(secrets.token_hex(16))
-        values, done = contents(keys, SMALL), threading.Event()
+        keys = _one_of_each(namespace)
+        kept = _one_of_each(secrets.token_hex(16))
+        values = contents(keys, SMALL)
+        done = threading.Event()
         _put(store, [*keys, *kept])
 
         def write() -> None:
@@ -372,7 +376,8 @@ class ClearTests:
 
 def _one_of_each(namespace: str) -> list[BlockKey]:
     """Returns keys of each kind that a namespace has, for several groups and shards."""
-    stem, name = f"pds1:{namespace}", secrets.token_hex(16)
+    stem = f"pds1:{namespace}"
+    name = secrets.token_hex(16)
     return [
         BlockKey(key)
         for key in (

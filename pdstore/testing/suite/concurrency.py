@@ -64,7 +64,8 @@ class ConcurrencyTests:
                 put(store, keys[start : start + 5], values[start : start + 5])
 
         def read() -> None:
-            end, n = time.monotonic() + self.deadline_s, 0
+            end = time.monotonic() + self.deadline_s
+            n = 0
             while n < len(keys) and time.monotonic() < end:
                 n = peer.match(keys)
                 assert_values(get(peer, keys[:n], [SIZE] * n), values[:n])
@@ -75,7 +76,8 @@ class ConcurrencyTests:
     def test_two_writers_of_one_key_are_not_mixed(self, store: Store, peer: Store) -> None:
         keys = fresh_keys(20)
         versions = contents(keys, SIZE), contents(keys, SIZE, version=1)
-        start, seen = threading.Barrier(3), list[bytes]()
+        start = threading.Barrier(3)
+        seen = list[bytes]()
 
         def write(to: Store, values: list[bytes]) -> None:
             for key, value in zip(keys, values, strict=True):
@@ -111,7 +113,8 @@ class ConcurrencyTests:
         self, store: Store, peer: Store
     ) -> None:
         [key] = fresh_keys(1)
-        value, done = content(key, SIZE), threading.Event()
+        value = content(key, SIZE)
+        done = threading.Event()
 
         def put_and_remove() -> None:
             try:
@@ -144,7 +147,8 @@ class ConcurrencyTests:
         run_together(store.close, deadline_s=self.deadline_s)
 
     def test_close_under_load_ends_and_so_do_the_calls(self, store: Store) -> None:
-        calling, given_up = threading.Barrier(5), threading.Event()
+        calling = threading.Barrier(5)
+        given_up = threading.Event()
 
         def call_until_closed() -> None:
             keys, values = put_new(store, 8, SMALL)

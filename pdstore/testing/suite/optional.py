@@ -67,7 +67,8 @@ class PressureTests:
         for keys in (fresh_keys(count) for _ in range(4 * MOST // count)):
             done, is_full = _put_what_fits(small_store, keys)
             assert is_full == (done < count)
-            found, values = small_store.match(keys), get(small_store, keys, [SIZE] * count)
+            found = small_store.match(keys)
+            values = get(small_store, keys, [SIZE] * count)
             assert_values(values, contents(keys, SIZE)[: len(values)])
             if small_store.lease_s:
                 assert found == len(values) == done, "nobody evicts what was put just now"
@@ -115,7 +116,8 @@ class PressureTests:
             pytest.skip("this store evicts nothing when asked, or has no leases")
         markers = _fresh_markers(2)
         put(small_store, markers, contents(markers, 64))
-        leased, new = _fill_with_leased(small_store), fresh_keys(8)
+        leased = _fill_with_leased(small_store)
+        new = fresh_keys(8)
         assert not by_use.make_room(fresh_keys(2 * MOST), [SIZE] * (2 * MOST))
         assert all(small_store.match([key]) for key in [*leased, *markers]), "nothing went in vain"
         assert by_use.make_room([leased[0], *new], [SIZE] * 9)
@@ -175,7 +177,8 @@ class ListTests:
     def test_a_listing_has_all_keys_with_the_prefix_and_no_others(
         self, store: Store, lists: ListsValues
     ) -> None:
-        others, stem = fresh_keys(3), f"pds1:{secrets.token_hex(16)}:"
+        others = fresh_keys(3)
+        stem = f"pds1:{secrets.token_hex(16)}:"
         ours = [BlockKey(stem + end) for end in ("0:0:a", "0:0:b:partial:3", "handoff:c:0:done")]
         put(store, [*ours, *others], [b"x"] * 6)
         assert {value.key for value in lists.stored_values(stem)} == set(ours)

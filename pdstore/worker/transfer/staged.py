@@ -113,7 +113,8 @@ class StagedTransfer(Transfer):
 
     def _put(self, turn: Turn, values: Values, slots: Slots) -> bool:
         """Seals and stores gathered values; returns False if the store did not take all of them."""
-        context, keys = self._context, values.keys
+        context = self._context
+        keys = values.keys
         if self._sealer is None:
             self._seal(values, slots)
             put = partial(context.store.put, keys, slots)
@@ -173,7 +174,8 @@ class StagedTransfer(Transfer):
         )
 
     def _slots(self, numbers: Sequence[int], sizes: Sequence[int]) -> Slots:
-        staging, count = self._staging, min(len(numbers), len(sizes))
+        staging = self._staging
+        count = min(len(numbers), len(sizes))
         return Slots(staging.view, staging.slot_bytes, numbers[:count], sizes[:count])
 
 
