@@ -2,7 +2,7 @@
 
     python -m benchmarks.launch [--cpu] [--workers 2 4 16] [--json FILE]
 
-An engine queues hundreds of kernels for a step. Threads of pdstore that take Python's lock or the
+An engine queues hundreds of kernels for a step. Threads of pdstore that take the GIL or the
 driver meanwhile make that longer, and a small prefill takes as long as its launch. Here a step is
 as many tiny kernels; loads and saves of an 8B model's shape begin before a step is launched, or
 behind it, a few each second, as under load. With --cpu the kernels are calls on the CPU and blocks

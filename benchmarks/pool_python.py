@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 
 
 class TimedCalls:
-    """Passes on the library's calls that free Python's lock; sums pdstore's time in them."""
+    """Passes on the library's calls that free the GIL; sums pdstore's time in them."""
 
     def __init__(self, calls: Any) -> None:
         self._calls = calls

@@ -1,7 +1,7 @@
 // Crew: threads that help a caller whose work consists of many equal pieces.
 //
 // Decision: these threads sum values, not more threads of Python. So Python makes one call for many
-// values, and takes Python's lock from the engine only once. All pieces of the oldest caller come
+// values, and takes the GIL from the engine only once. All pieces of the oldest caller come
 // first: values that are summed first can be copied while the rest is summed.
 #pragma once
 #include <atomic>

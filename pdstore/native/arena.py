@@ -150,7 +150,7 @@ class NativeArena:
         spared: an index and a monotonic time. Of the keys from the index on, no value is leased
           that was put or leased at that time or later, and read since.
         """
-        # A call for few keys keeps Python's lock, because beside a busy engine it takes long to get
+        # A call for few keys keeps the GIL, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored = (c_uint8 * len(keys))()
         code = int(abi.Code.TIMEOUT)

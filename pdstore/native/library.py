@@ -168,7 +168,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         try:
             self.calls = ctypes.CDLL(str(path))
-            # Short calls keep Python's lock: beside a busy engine they would get it back late.
+            # Short calls keep the GIL: beside a busy engine they would get it back late.
             self.short_calls = ctypes.PyDLL(str(path))
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error

@@ -271,7 +271,7 @@ class OpenSave:
     done; but small ones wait until they and those after them have enough bytes together.
 
     If layers are only queued on a device, no layer range is saved before the calling thread has
-    queued all work, since workers would take Python's lock from it; each range waits for its event.
+    queued all work, since workers would take the GIL from it; each range waits for its event.
 
     order: returns an event after the work queued on the caller's stream; None without a stream.
     wake: tells the job queue that the model makes progress, and that there may be new shares.

@@ -29,7 +29,7 @@ def test_what_is_stored_is_not_moved_again(p):
 
 
 def test_a_save_asks_once_what_is_stored_however_many_shares_it_has(store, instance):
-    """Each answer takes Python's lock from the thread that launches the model's steps."""
+    """Each answer takes the GIL from the thread that launches the model's steps."""
     asked = []
 
     class Listening(WrapperStore):

@@ -186,7 +186,7 @@ class ChunkMover:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copies bytes without Python's lock, which an assignment of slices would hold."""
+    """Copies bytes without the GIL, which an assignment of slices would hold."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 

@@ -188,7 +188,7 @@ class PDStoreConnectorWorker:
         """Marks aborted hand-offs, and queues or begins the loads of a step. Every step calls it.
 
         If `loads_at_once`, the loads begin after vLLM has launched this step. Earlier, the threads
-        that load would take Python's lock from the thread that launches the step.
+        that load would take the GIL from the thread that launches the step.
         """
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)

@@ -61,7 +61,7 @@ class PoolDirectory:
 
     clock: the time of its file system, by which leases and uses are counted.
     built: returns the native library, or None. It lists and deletes many files in one call, because
-      a thread that waits for Python's lock once a file slows an engine's thread down.
+      a thread that waits for the GIL once a file slows an engine's thread down.
     """
 
     def __init__(self, root: Path, built: Callable[[], Library | None] = lambda: None) -> None:

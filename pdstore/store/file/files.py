@@ -138,7 +138,7 @@ def renew_leases(paths: Sequence[str], now: int, end: int, library: Library | No
 
     The lease of each file ends 1 ns earlier than that of the file before, so that the last blocks
     of a prompt are evicted first. The native library renews all leases in one call, so that the
-    caller waits only once for Python's lock.
+    caller waits only once for the GIL.
 
     now, end: the time of the file system and the first lease's end, in nanoseconds.
     """

@@ -205,7 +205,7 @@ class Client:
     def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
         """Waits for running calls, then closes the library's object. May be called twice.
 
-        Ends within `close_s`, unless the library keeps Python's lock for longer. If calls still run
+        Ends within `close_s`, unless the library keeps the GIL for longer. If calls still run
         or the server hangs, closing the object would hang, too: then it is kept for ever. An object
         that waits for `_end_transfers` is closed there.
         """
