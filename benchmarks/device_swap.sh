@@ -2,12 +2,12 @@
 # On a machine with a GPU: the tests that need one, memory checkers, and the copy benchmarks.
 # Usage: benchmarks/device_swap.sh [DIRECTORY [STEP...]]
 #   DIRECTORY: where the raw results go (default benchmarks/results)
-#   STEP: tests, check, bench, start (the default: these four), sweep
+#   STEP: tests, check, bench (the default: these three)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=${1:-benchmarks/results}
 steps=("${@:2}")
-[ ${#steps[@]} -gt 0 ] || steps=(tests check bench start)
+[ ${#steps[@]} -gt 0 ] || steps=(tests check bench)
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 pytest=(python3 -m pytest -q -p no:cacheprovider -m cuda)
@@ -35,8 +35,6 @@ run_check() {
     tail -n 4 "$out/swap_memcheck.txt" "$out/swap_racecheck.txt"
 }
 run_bench() { timeout 400 python3 -m benchmarks.swap.bench --rounds 7 --json "$out/swap_bench.json"; }
-run_start() { timeout 150 python3 -m benchmarks.swap.start --json "$out/swap_start.json"; }
-run_sweep() { timeout 200 python3 -m benchmarks.swap.sweep --json "$out/swap_sweep.json"; }
 
 status=0
 for step in "${steps[@]}"; do

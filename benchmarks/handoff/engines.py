@@ -12,8 +12,7 @@ from typing import Any
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
-from benchmarks.vllm_instance import ENVIRONMENT
-from benchmarks.vllm_session import LLAMA_8B
+from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
 from examples.vllm_serve import CPU_ENVIRONMENT
 
 

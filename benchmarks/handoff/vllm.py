@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.handoff.instance import Ask, Prompt
 from benchmarks.handoff.timeline import now
-from benchmarks.vllm_instance import Engine
+from benchmarks.vllm_engine import Engine
 
 
 @dataclass
@@ -40,7 +40,7 @@ class VllmInstance:
         self._schedule = self._core.scheduler.schedule
         self._core.scheduler.schedule = self._counted_schedule
         for _ in range(2):
-            self._engine.ask([7] * 1000, 4, logprobs=0)
+            self._engine.ask([7] * 1000, 4)
         self._engine.forget()
 
     def stage(self, prompt: Prompt) -> None:

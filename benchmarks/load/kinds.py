@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.load.client import Mode
 from benchmarks.load.workloads import Sizes
-from benchmarks.vllm_instance import ENVIRONMENT
-from benchmarks.vllm_session import LLAMA_8B
+from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
 from examples.demo.client import is_healthy
 from examples.demo.processes import Processes
 from examples.ports import free_ports

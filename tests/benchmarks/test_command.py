@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import subprocess
 import sys
@@ -10,11 +11,10 @@ import sys
 import pytest
 
 from benchmarks.command import run
-from benchmarks.decide.__main__ import WAYS, p99_of
-from benchmarks.decide.machine import Store
 from benchmarks.handoff.report import late_stores
-from benchmarks.overload import measure
+from benchmarks.handoff.timeline import WATCHED
 from benchmarks.report import Report
+from tests.support.overload import measure
 
 
 def test_a_file_that_cannot_be_written_ends_it_before_it_has_measured(tmp_path):
@@ -37,7 +37,7 @@ def test_ctrl_c_is_no_traceback():
     ("command", "said"),
     [
         (["benchmarks.stores", "--directory", "/nowhere"], "/nowhere"),
-        (["benchmarks.swap.start"], "GPU"),
+        (["benchmarks.swap.bench"], "GPU"),
     ],
 )
 def test_what_a_benchmark_lacks_is_one_line(command, said):
@@ -48,17 +48,11 @@ def test_what_a_benchmark_lacks_is_one_line(command, said):
     assert "Traceback" not in done.stderr
 
 
-JITTER = 0.02
-WORST = 1.05
-
-
-@pytest.mark.parametrize(
-    ("store_gb_s", "at_once"), [(0.1, 1), (0.1, 8), (2.5, 1), (2.5, 8), (25.0, 1), (25.0, 32)]
-)
-def test_auto_is_within_five_percent_of_the_better_way(store_gb_s, at_once):
-    cell = (Store("a store", store_gb_s, 0.002), at_once, [8192], False, JITTER)
-    load, compute, auto = (p99_of(way, *cell) for way in WAYS)
-    assert auto <= WORST * min(load, compute)
+@pytest.mark.parametrize("place", [place for place in WATCHED if place.startswith("pdstore.")])
+def test_a_timeline_watches_functions_that_exist(place):
+    module, _, path = place.partition(":")
+    owner, _, function = path.partition(".")
+    assert callable(getattr(getattr(importlib.import_module(module), owner), function))
 
 
 LEADS = [

@@ -33,7 +33,7 @@ RUN_BY = {
     "make docs": "Makefile",  # of `make check`
     "make demo": ".ci/run",
     "make chaos*": ".ci/run",
-    "make bench-load": ".ci/run",
+    "make bench-*": ".ci/run",
     "pip install *pdstore[[]*": f"{TESTED_HERE}::test_an_extra_of_a_page_is_one",
     "pip install examples/store_plugin": _PLUGIN,
     "pytest examples/store_plugin/tests": _PLUGIN,
@@ -72,11 +72,9 @@ RUN_BY = {
     "MODEL=* docker compose *": "scripts/check_deploy.sh",
     "kubectl apply -k *": "scripts/check_deploy.sh",
     "benchmarks/device_*": GPU,
-    "NAME=* benchmarks/device_*": GPU,
-    "*python -m benchmarks.vllm_cpu *": _KNOWS_ITS_OPTIONS,
+    "python -m benchmarks.load --engine vllm *": GPU,
+    "python -m benchmarks.swap.bench": GPU,
     "python -m benchmarks.trace.room *": _KNOWS_ITS_OPTIONS,
-    "python -m benchmarks.served * --gpus *": _KNOWS_ITS_OPTIONS,
-    "python -m benchmarks.stores --store redis+cluster:*": _KNOWS_ITS_OPTIONS,
     "python -m benchmarks.*": f"{TESTED_HERE}::test_a_benchmark_of_a_page_runs",
 }
 """The first pattern that fits counts."""

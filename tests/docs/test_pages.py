@@ -17,6 +17,7 @@ from scripts.site_docstrings import listed
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "pdstore.rules.yaml").read_text())
+MAX_WORDS_OF_BENCHMARKS = 1500
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 
 
@@ -79,12 +80,20 @@ def test_the_page_of_the_api_has_every_public_name_once():
     assert sorted([*shown, *of_errors]) == sorted([*pdstore.public.__all__, "errors"])
 
 
-def test_the_raw_files_are_those_that_the_pages_name():
+def test_the_raw_files_are_those_that_the_pages_and_their_own_list_name():
     texts = {page.stem: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
     named = {page: set(re.findall(r"\b\w+\.(?:json|txt)\b", text)) for page, text in texts.items()}
-    there = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    results = ROOT / "benchmarks" / "results"
+    there = {path.name for path in results.iterdir()} - {"README.md"}
     assert there <= set().union(*named.values())
     assert named["benchmarks"] | named["comparison"] | named["fleet"] <= there
+    assert there == set(re.findall(r"`(\w+\.json)`", (results / "README.md").read_text()))
+
+
+def test_the_page_of_the_benchmarks_is_short_and_names_no_commit():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(text.split()) <= MAX_WORDS_OF_BENCHMARKS
+    assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,8}\b", text)
 
 
 def test_names_in_a_docstring_become_a_list():

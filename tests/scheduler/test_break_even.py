@@ -7,6 +7,7 @@ import pytest
 from pdstore.metrics import Metrics
 from pdstore.scheduler.break_even import PromptTimes
 from tests.support.clock import Clock
+from tests.support.machine import Store, p99_of
 
 TOKENS = 8192
 
@@ -107,3 +108,12 @@ def test_a_request_that_ended_is_nobodys_backlog(open_break_even):
         ask(times, name)
         times.forget(name)
     assert ask(times).way == "compute"
+
+
+@pytest.mark.parametrize(
+    ("store_gb_s", "at_once"), [(0.1, 1), (0.1, 8), (2.5, 1), (2.5, 8), (25.0, 1), (25.0, 32)]
+)
+def test_auto_is_within_five_percent_of_the_better_way(store_gb_s, at_once):
+    cell = (Store("a store", store_gb_s, 0.002), at_once, [TOKENS], 0.02)
+    load, compute, auto = (p99_of(way, *cell) for way in ("always", "never", "auto"))
+    assert auto <= 1.05 * min(load, compute)

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from benchmarks.stored_bytes import damage
 from examples.ports import free_port
 from pdstore.errors import ConfigError, Reason
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
+from tests.support.damage import damage
 from tests.support.engine_pools import files_of
 from tests.support.engine_pools import store_url as store_url
 from tests.support.kv import eventually
@@ -74,7 +74,7 @@ def test_damaged_pages_are_misses_that_the_next_save_heals(serve, tmp_path, dama
 
 @pytest.mark.parametrize("scheme", ["file", "shm"])
 def test_no_page_comes_from_a_pool_of_which_all_is_damaged(serve, tmp_path, scheme):
-    """Damages as the benchmark does; holes of the file stay holes.
+    """Flips a bit of each 4 KiB of values; holes of the file stay holes.
 
     Values of an arena are summed where they were copied to, in a page that SGLang then gives back.
     """

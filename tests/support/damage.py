@@ -1,4 +1,4 @@
-"""The bytes of a pool's files: written to once, as in a pool that has run long, or damaged."""
+"""Damage: bits flipped in the files of a pool."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ import numpy as np
 
 _UNIT = 4096  # an arena's places begin at multiples of it
 _ARENA = struct.Struct("<8sIIq")  # how an arena's file begins: magic, version, a count, data bytes
-
-
-def touch(directory: Path) -> int:
-    """Writes to all memory that values of an arena may take; returns the bytes.
-
-    No byte changes. The system gives a page at the first write to it, and a virtual machine gets it
-    from its host then, which takes several times as long as a copy.
-    """
-    num_bytes = 0
-    for file in _arenas(directory):
-        first, size = _first_value(file), file.stat().st_size
-        pages = np.memmap(file, np.uint8, "r+", first, size - first)[::_UNIT]
-        np.bitwise_or(pages, 0, out=pages)
-        num_bytes += size - first
-    return num_bytes
 
 
 def damage(directory: Path) -> int:
@@ -50,10 +35,6 @@ def _files(directory: Path) -> list[Path]:
     """Returns the files that hold values: a page has more than 4 KiB."""
     files = [file for file in directory.rglob("*") if file.is_file()]
     return [file for file in files if file.stat().st_size > _UNIT]
-
-
-def _arenas(directory: Path) -> list[Path]:
-    return [file for file in _files(directory) if _first_value(file) > 0]
 
 
 def _first_value(file: Path) -> int:

@@ -1,7 +1,5 @@
 """More than a pair can take: 64 requests at a time, with queues and staging far too small.
 
-    python -m benchmarks.overload --json overload.json
-
 P, D and the router are processes, the engine is the mini engine, and the queues hold two jobs. What
 does not fit is dropped and counted, and computed again: so every answer is compared with one
 instance's. The memory of P and D after a tenth of the requests and after all of them tells whether
@@ -11,10 +9,8 @@ something piles up.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,8 +26,6 @@ from benchmarks.chaos.pools import POOLS
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
 from benchmarks.chaos.spawner import open_spawner
 from benchmarks.chaos.stage import Options, Stage, answers_of_one, open_stage, tail_of
-from benchmarks.command import parser_of
-from benchmarks.report import machine
 
 _TIGHT = Options(
     env={"PDSTORE_WORKERS": "2", "PDSTORE_STAGING": "256KiB"},
@@ -152,20 +146,3 @@ async def measure(scratch: Path, num_requests: int, asked_at_once: int) -> dict[
         pool = POOLS["file"](spawner, disk, "")
         async with open_stage(spawner, pool, model, _TIGHT, "") as stage:
             return await Overload(stage, prompts, answers, asked_at_once).run(num_requests)
-
-
-def main() -> None:
-    parser = parser_of(__doc__, rounds=None)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--at-once", type=int, default=64)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pdstore-overload-") as scratch:
-        found = asyncio.run(measure(Path(scratch), given.requests, given.at_once))
-    text = json.dumps({"machine": machine(), **found}, indent=1)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()

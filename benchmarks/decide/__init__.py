@@ -1,1 +1,0 @@
-"""Compares loading, computing and deciding, over stores of many speeds."""
