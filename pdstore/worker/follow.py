@@ -26,8 +26,8 @@ _QUIET_S = 0.1  # after so long without a new block, P's id is asked for, and st
 class _Lane:
     """One layer range of a prompt: which of its blocks are stored, and which the load may read.
 
-    It waits for a whole share of blocks, because each step delays the engine. At its end it waits
-    for each block, unless P will store later layers: then no request waits for this end.
+    It releases whole shares of blocks, because each step delays the engine. The last layer range is
+    released block by block at its end, because the client waits for it.
 
     after: the next layer range; None for the last one.
     """
@@ -45,27 +45,27 @@ class _Lane:
         self._at = 0
         share_bytes = self._split.at_once * self._split.range_bytes
         self._share = share_bytes // max(values.sizes, default=1)
-        self._goes_far = True
+        self._probes_ahead = True
         work.release([], layer_range)  # else tokens that some layer ranges still lack would count
 
     @property
-    def awaited(self) -> BlockKey | None:
+    def probe_key(self) -> BlockKey | None:
         """The key to search for, of those that no match has found yet; None if there are none."""
         left = len(self._keys) - self._at
         if not left:
             return None
         is_last = self._after is None or self._after._released >= self._released
-        is_near = not self._goes_far or (is_last and left <= 2 * self._share)
+        is_near = not self._probes_ahead or (is_last and left <= 2 * self._share)
         return self._keys[self._at + (0 if is_near else min(self._share, left - 1))]
 
-    def comes_near(self) -> bool:
+    def probe_next_key(self) -> bool:
         """Waits for the first missing key from now on: P stores slowly, or has left a gap.
 
         Returns False if it has waited for this key already.
         """
-        before = self.awaited
-        self._goes_far = False
-        return self.awaited != before
+        before = self.probe_key
+        self._probes_ahead = False
+        return self.probe_key != before
 
     @property
     def is_complete(self) -> bool:
@@ -81,8 +81,8 @@ class _Lane:
             found = count_of(store.match(window), window, store)
             asked = len(window)
             self._at += found
-        self._goes_far = self._at > before
-        return self._goes_far
+        self._probes_ahead = self._at > before
+        return self._probes_ahead
 
     def release_whole(self) -> bool:
         """Lets the load start on blocks whose keys are all found. Returns True if any are new."""
@@ -150,8 +150,8 @@ class Follow(Waiter):
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to search for; if one of them appears, the watch calls `look_ended`."""
-        awaited = [key for lane in self._lanes if (key := lane.awaited) is not None]
-        return [self._failed, *self._done, *awaited, *self._pulse.ring]
+        probed = [key for lane in self._lanes if (key := lane.probe_key) is not None]
+        return [self._failed, *self._done, *probed, *self._pulse.ring]
 
     def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
@@ -161,7 +161,7 @@ class Follow(Waiter):
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
         is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._stall_s / 2)
-        if is_quiet and any([lane.comes_near() for lane in self._lanes]):
+        if is_quiet and any([lane.probe_next_key() for lane in self._lanes]):
             return _PAUSE_S  # the next search is for other blocks
         silence = self._silence(stored, asked_at)
         if silence is not None and self._work.is_open:
@@ -181,7 +181,7 @@ class Follow(Waiter):
         moved = False
         try:
             for lane in self._lanes:
-                if cut is not None or lane.awaited in stored:
+                if cut is not None or lane.probe_key in stored:
                     moved |= lane.advance(self._store)
         except StoreError:  # blocks found before it are loaded; the next search finds the rest
             cut = None

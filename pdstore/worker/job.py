@@ -238,7 +238,8 @@ class Job:
 
     def start_clock(self) -> None:
         """Starts the time limit, after the job has waited for earlier jobs."""
-        self.deadline.at = Deadline(self._seconds).at  # also for who waits until it already
+        # in place: a worker that waits for slots of staging holds this object already
+        self.deadline.at = Deadline(self._seconds).at
 
     def begin_turn(self) -> WorkerTurn | None:
         """Adds a worker to the job; returns None if the worker would have nothing to do."""

@@ -23,8 +23,12 @@ class BodyItem(WorkItem):
 class Shares(Work[BodyItem]):
     """Work made of functions: the shares, and one for the end. The functions set its progress."""
 
-    def __init__(self, *shares: Body, last: Body | None = None) -> None:
+    def __init__(
+        self, *shares: Body, last: Body | None = None, at_once: int = 1, is_closed: bool = True
+    ) -> None:
         super().__init__()
+        self._at_once = at_once
+        self._is_closed = is_closed
         self._waiting.extend(map(BodyItem, shares))
         self.last = last
         self.tokens = 0
@@ -34,8 +38,8 @@ class Shares(Work[BodyItem]):
         return self.tokens
 
     def _move(self, items: Sequence[BodyItem], child: WorkerTurn) -> Reason | None:
-        (item,) = items
-        return item.body(child)
+        reasons = [item.body(child) for item in items]
+        return next(filter(None, reasons), None)
 
     def conclude(self, child: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         reason = self.last(child) if self.last is not None else None

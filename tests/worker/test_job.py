@@ -10,6 +10,7 @@ import pytest
 
 from pdstore.errors import JobError, JobResult, Reason, StoreUnavailable
 from pdstore.testing.values import start_background
+from pdstore.worker.job import NoShare
 from tests.support.jobs import Shares, carry, job_of
 
 
@@ -32,6 +33,44 @@ def test_a_watcher_is_called_once_and_finds_the_job_done():
     job.end_with(None)
     job.on_end(lambda job: heard.append(job.result))
     assert heard == [JobResult(0)] * 2
+
+
+def test_a_poll_gives_a_share_or_says_why_there_is_none():
+    work = Shares(*[lambda child: None] * 5, at_once=2)
+    with work.lock:
+        assert [work.poll().num_ready for _ in range(2)] == [3, 3]
+        assert [work.poll(takes=True).num_ready for _ in range(3)] == [3, 2, 1]
+        assert work.poll() is NoShare.DONE
+        assert Shares(is_closed=False).poll() is NoShare.NOT_YET
+
+
+def test_a_job_wants_a_worker_for_each_share_and_then_one_that_ends_it():
+    job = job_of(Shares(lambda child: None))
+    turn, second = job.begin_turn(), job.begin_turn()
+    assert turn.do_share()
+    assert not second.do_share()
+    assert job.begin_turn() is None  # two are at the job already, and no share is left
+    with turn:
+        pass
+    assert not job.done
+    with second:
+        pass
+    assert job.result == JobResult(0)
+
+
+def test_a_job_whose_work_goes_on_wants_no_worker_now():
+    job = job_of(Shares(is_closed=False))
+    assert job.peek() is NoShare.NOT_YET
+    assert job.begin_turn() is None
+    job.end_with(None)
+    assert job.peek() is NoShare.DONE
+
+
+def test_after_a_shortfall_no_share_begins():
+    done: list = []
+    job = job_of(Shares(lambda child: Reason.LOST, done.append))
+    carry(job)
+    assert (job.result.reason, done) == (Reason.LOST, [])
 
 
 def test_a_block_copy_is_never_cut_short():
