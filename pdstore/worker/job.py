@@ -99,14 +99,15 @@ class Work(Generic[Item]):
     _waiting: deque[Item] = field(default_factory=deque, init=False)
     _is_closed: bool = field(default=True, init=False)
     _at_once: int = field(default=1, init=False)  # so many items make a share
+    _progress: int = field(default=0, init=False)
 
     @property
     def progress(self) -> int:
         """The number of leading tokens of the prompt that have been moved by now.
 
-        Read while `lock` is held.
+        The caller holds `lock`.
         """
-        return 0
+        return self._progress
 
     def poll(self, *, takes: bool = False) -> Share | NoShare:
         """Returns the next share, or why there is none. The caller holds `lock`.

@@ -55,15 +55,10 @@ class SaveWork(Work[_SaveRange]):
     _planned: tuple[int, bool] | None = field(default=None, init=False)
     _is_closed: bool = field(default=False, init=False)  # True: all blocks are released
     _num_copying: int = field(default=0, init=False)  # released and not copied yet
-    _progress: int = field(default=0, init=False)
     _ready: ReadyEvent | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._at_once = self.mover.transfer.split.at_once
-
-    @property
-    def progress(self) -> int:
-        return self._progress
 
     def release(
         self,

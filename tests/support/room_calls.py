@@ -19,6 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from pdstore.errors import JobResult
+from pdstore.format.handoff import HandoffId
 from pdstore.store import open_store
 from tests.support.kv import Instance, settings_of
 
@@ -29,6 +30,7 @@ STORES = {
     "memory": "memory://calls",
 }
 NUM_TOKENS = 200
+JOBS = ("save", "save for a hand-off", "load")
 WORKER = "pdstore.worker."
 _FOLDER = f"{ROOT}/pdstore/worker/"
 
@@ -110,19 +112,23 @@ def rooms_above(frame: FrameType) -> Iterator[str]:
         above = above.f_back
 
 
-def calls_of_a_job(direction: str, url: str) -> WorkerCalls:
+def calls_of_a_job(job: str, url: str) -> WorkerCalls:
     """Saves or loads a prompt in one share; returns the calls of the worker that did it."""
     calls = WorkerCalls()
     store = open_store(url, settings_of())
     p = Instance(store)
     try:
         keys, block_ids = p.cache.keys(range(NUM_TOKENS)), range(NUM_TOKENS)
-        if direction == "load":
+        if job == "load":
             assert_whole(p.pool.save(keys, block_ids).wait(30))
         with calls:
             d = Instance(store, workers=2)
-        move = d.pool.load if direction == "load" else d.pool.save
-        assert_whole(move(keys, block_ids).wait(30))
+        if job == "load":
+            moving = d.pool.load(keys, block_ids)
+        else:
+            handoff = None if job == "save" else HandoffId("1" * 32)
+            moving = d.pool.save(keys, block_ids, handoff=handoff)
+        assert_whole(moving.wait(30))
         d.pool.close()  # so that its worker has left the job
     finally:
         p.close()
@@ -136,13 +142,13 @@ def assert_whole(result: JobResult) -> None:
 
 def main(imports: Mapping[str, Iterable[str]]) -> None:
     floors = floors_of(imports)
-    for direction in ("save", "load"):
+    for job in JOBS:
         for name, url in STORES.items():
             with TemporaryDirectory() as path:
                 Path(path, "values").mkdir()
-                calls = calls_of_a_job(direction, url.format(path=path))
+                calls = calls_of_a_job(job, url.format(path=path))
             upward = calls.upward(floors)
             total, up = calls.counts.total(), upward.total()
-            print(f"{direction} over {name}: {total} calls between rooms, {up} of them upward")
+            print(f"{job} over {name}: {total} calls between rooms, {up} of them upward")
             for call, number in sorted(upward.items()):
                 print(f"  {number} x {call}")
