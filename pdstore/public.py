@@ -22,7 +22,7 @@ from pdstore.errors import (
     SwapError,
 )
 from pdstore.format.continuation import NO_BLOCK
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import Handoff, HandoffId, TransferParams
 from pdstore.format.keys import MultimodalItem, Namespace, PromptKeys
 from pdstore.format.layout import LayerSpec, Layout, Pipeline
 from pdstore.format.plan import LoadPlan, SavePlan
@@ -85,6 +85,7 @@ __all__ = [
     "StoreUnavailable",
     "Swap",
     "SwapError",
+    "TransferParams",
     "check_store",
     "open_store",
     "open_swap",

@@ -87,8 +87,8 @@ class Adapter:
         return self.pool.problem or self.cache.problem
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a malformed hand-off: `kv_transfer_params` come from a client."""
-        pdstore.Handoff.of(request.kv_transfer_params)
+        """Parses `kv_transfer_params`, which come from a client. Raises ValueError if malformed."""
+        request.asked = pdstore.TransferParams.parse(request.kv_transfer_params)
 
     def look_up(self, request: Request) -> None:
         """Starts a lookup: how much of the prompt the pool has, or when to follow a hand-off."""
@@ -97,7 +97,7 @@ class Adapter:
                 self.cache,
                 self._settings,
                 self.cache.keys(request.token_ids),  # no more than the prompt so far
-                request.kv_transfer_params,
+                request.asked or request.kv_transfer_params,
                 id=request.id,
                 traceparent=request.traceparent,
                 prompt_times=self._prompt_times,

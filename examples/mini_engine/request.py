@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pdstore import TransferParams
+
 
 class State(enum.Enum):
     """The state of a request. It holds blocks from LOADING or PREFILL until no job uses them."""
@@ -44,7 +46,7 @@ class Request:
 
     token_ids: of the prompt, and then of the answer so far.
     sink: called in the engine's thread with every Token and then the Finish; must not block.
-    kv_transfer_params: as the client or the router sent them.
+    kv_transfer_params: as the client or the router sent them. asked: what pdstore reads in them.
     id, traceparent: from the headers `x-request-id` and `traceparent`.
     """
 
@@ -54,6 +56,7 @@ class Request:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    asked: TransferParams | None = None
     id: str = ""
     traceparent: str | None = None
 

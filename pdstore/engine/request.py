@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.errors import Direction, Reason
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import Handoff, HandoffId, TransferParams
 from pdstore.format.keys import Json, PromptKeys
 from pdstore.format.plan import Announcement, LoadPlan, PromptSave, SavePlan
 from pdstore.scheduler.break_even import Decision, PromptTimes
@@ -84,7 +84,8 @@ class EngineRequest:
     Each plan becomes one job on each rank, and `Records.job_ended` gets the end of every job.
 
     id, traceparent: the request's id and trace context, for its record.
-    params: the request's `kv_transfer_params`. A malformed hand-off in them raises ValueError.
+    params: the request's `kv_transfer_params`, parsed or not. A malformed hand-off in them raises
+      ValueError.
     prompt_times: decides what is loaded; None loads all that is found.
     may_load: False if the engine computes all of the prompt, whatever the pool has.
     may_follow: True to load a hand-off while P still saves it. False makes D wait until P is done;
@@ -103,7 +104,7 @@ class EngineRequest:
     cache: PrefixCacheManager
     settings: Settings
     keys: PromptKeys
-    params: Mapping[str, Json] | None = None
+    params: Mapping[str, Json] | TransferParams | None = None
     id: str = ""
     traceparent: str | None = None
     prompt_times: PromptTimes | None = None
@@ -124,7 +125,8 @@ class EngineRequest:
     timer: RequestTimer = field(init=False, default_factory=RequestTimer)
 
     def __post_init__(self) -> None:
-        is_prefill = self.cache.is_prefill(self.params)
+        asked = TransferParams.parse(self.params)
+        is_prefill = self.cache.is_prefill(asked)
         self._announce: Announcement | None = None
         self._first_save: PromptSave | None = None
         self._answer: dict[str, Json] = {}
@@ -137,16 +139,16 @@ class EngineRequest:
         self._is_answering = False
         self._has_left = False
         if is_prefill:
-            self.handoff, self._answer = self.cache.announce(self.keys, self.params)
-            if Handoff.of(self.params) is not None:  # the router has asked P and D at once
+            self.handoff, self._answer = self.cache.announce(self.keys, asked)
+            if asked.handoff is not None:  # the router has asked P and D at once
                 self._announce = Announcement(self.handoff, self.keys.num_tokens)
         else:
-            self.given = Handoff.of(self.params)
+            self.given = asked.handoff
         self._may_wait = self.given is None or self.given.num_tokens is not None  # P has answered
         if self.may_load:
             find = self.cache.follow if self.may_follow else self.cache.lookup
             self.timer.begin("wait")
-            self._lookup = find(self.keys, None if is_prefill else self.params)
+            self._lookup = find(self.keys, TransferParams() if is_prefill else asked)
 
     def poll(self, wait_s: float = 0.0) -> bool:
         """Returns whether the lookup has ended. The first call may wait for it, up to `wait_s`."""

@@ -188,6 +188,28 @@ class Handoff:
         return {_NAME: {name: value for name, value in said.items() if value is not None}}
 
 
+@dataclass(frozen=True)
+class TransferParams:
+    """The parts of a request's `kv_transfer_params` that pdstore uses, parsed once a request.
+
+    handoff: the hand-off in them, if there is one.
+    asks_prefill: True if they ask this instance to hand the prompt off (`do_remote_decode`).
+    """
+
+    handoff: Handoff | None = None
+    asks_prefill: bool = False
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Json] | TransferParams | None) -> TransferParams:
+        """Returns a request's parsed `kv_transfer_params`; what is parsed already as it is.
+
+        Raises ValueError as `Handoff.of` does.
+        """
+        if isinstance(params, TransferParams):
+            return params
+        return cls(Handoff.of(params), (params or {}).get("do_remote_decode") is True)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from pdstore.errors import ConfigError, Reason, StoreError
-from pdstore.format.handoff import Handoff
-from pdstore.format.keys import Json, Namespace, PromptKeys
+from pdstore.format.handoff import Handoff, TransferParams
+from pdstore.format.keys import Namespace, PromptKeys
 from pdstore.scheduler.lookup import Match
 from pdstore.settings import Settings
 from pdstore.store.base import Store
@@ -226,17 +226,16 @@ class Mismatches:
             self._reader.stop(0.1)  # the thread may read files for minutes; it holds no lock
         self._pool_thread.stop(timeout_s)
 
-    def check_roles(self, params: Mapping[str, Json] | None, *, is_prefill: bool) -> None:
+    def check_roles(self, asked: TransferParams, *, is_prefill: bool) -> None:
         """Logs a warning about a request that came to the wrong instance.
 
         is_prefill: True if this instance prefills the request for another instance; False if this
           instance looks up the request's prompt.
         """
-        asked = Handoff.of(params) if is_prefill else None
-        if asked is not None and asked.num_tokens is not None:
+        handoff = asked.handoff if is_prefill else None
+        if handoff is not None and handoff.num_tokens is not None:
             self._log.warn(_DECODE_AT_PREFILL)
-        asks_prefill = (params or {}).get("do_remote_decode") is True
-        if not is_prefill and self._settings.role == "decode" and asks_prefill:
+        if not is_prefill and self._settings.role == "decode" and asked.asks_prefill:
             self._log.warn(_PREFILL_AT_DECODE)
 
     def fits(self, handoff: Handoff, keys: PromptKeys, num_tokens: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from pdstore.errors import Cause, Reason, Severity, StoreError
-from pdstore.format.handoff import Handoff, HandoffId, new_id
+from pdstore.format.handoff import Handoff, HandoffId, TransferParams, new_id
 from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
 from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWatch
@@ -149,19 +149,23 @@ class PrefixCacheManager:
         self._count(keys, None, found)
         return found
 
-    def lookup(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
+    def lookup(
+        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None = None
+    ) -> Lookup:
         """Starts a match and returns at once.
 
         If `params` have a hand-off, the match waits for P's markers, up to a deadline. If P's
         prompt ends within the last block of `keys`, P's prompt is matched instead of `keys`.
 
-        params: the request's `kv_transfer_params`. If they are None or have no entry "pdstore", the
-          match waits for no marker.
+        params: the request's `kv_transfer_params`, parsed or not. If they are None or have no entry
+          "pdstore", the match waits for no marker.
         Raises ValueError for a malformed hand-off.
         """
         return self._start(keys, params, follows=False)
 
-    def follow(self, keys: PromptKeys, params: Mapping[str, Json] | None = None) -> Lookup:
+    def follow(
+        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None = None
+    ) -> Lookup:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
 
         If P still saves the prompt, the match's `follow` is the hand-off's id, an argument for
@@ -190,17 +194,16 @@ class PrefixCacheManager:
         if reason is not None and reason.cause is Cause.SLOW and guard is not None:
             guard.doubt()
 
-    def is_prefill(self, params: Mapping[str, Json] | None) -> bool:
+    def is_prefill(self, params: Mapping[str, Json] | TransferParams | None) -> bool:
         """Returns whether this instance is P for a request: whether it has to hand the prompt off.
 
         params: the request's `kv_transfer_params`; they decide if PDSTORE_ROLE is `both`.
         """
         role = self._settings.role
-        is_asked = (params or {}).get("do_remote_decode") is True
-        return role == "prefill" or (role == "both" and is_asked)
+        return role == "prefill" or (role == "both" and TransferParams.parse(params).asks_prefill)
 
     def announce(
-        self, keys: PromptKeys, params: Mapping[str, Json] | None = None
+        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None = None
     ) -> tuple[HandoffId, dict[str, Json]]:
         """Returns a new hand-off for `KVPool.save`, and the `kv_transfer_params` of P's answer.
 
@@ -211,8 +214,9 @@ class PrefixCacheManager:
           used instead of a new one: a router that asks P and D at the same time has chosen it.
         With PDSTORE_PUBLISH=0 the returned params are empty, because nothing will be stored.
         """
-        asked = Handoff.of(params)
-        self._mismatches.check_roles(params, is_prefill=True)
+        given = TransferParams.parse(params)
+        asked = given.handoff
+        self._mismatches.check_roles(given, is_prefill=True)
         pool_id = self.pool_id
         last_save = self._last_save or self._trouble()
         handoff = Handoff(
@@ -276,10 +280,11 @@ class PrefixCacheManager:
             self._store.close()
 
     def _start(
-        self, keys: PromptKeys, params: Mapping[str, Json] | None, *, follows: bool
+        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None, *, follows: bool
     ) -> Lookup:
-        handoff = Handoff.of(params)
-        self._mismatches.check_roles(params, is_prefill=False)
+        given = TransferParams.parse(params)
+        handoff = given.handoff
+        self._mismatches.check_roles(given, is_prefill=False)
         wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)

@@ -12,7 +12,7 @@ from pdstore.format.keys import PromptKeys
 from pdstore.scheduler import prefix_cache
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
-from tests.support.kv import eventually, settings_of
+from tests.support.kv import eventually, parsed_handoffs, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 ROOM = 320
@@ -168,6 +168,16 @@ def test_d_is_told_once_that_p_has_begun_where_both_were_asked_at_once(request_o
     announced, num_tokens = first.announce
     assert (announced.hex, num_tokens) == (asked.id.hex, len(PROMPT))
     assert second.announce is None
+
+
+@pytest.mark.parametrize("role", ["both", "prefill", "decode"])
+@pytest.mark.parametrize("more", [{}, {"do_remote_decode": True}])
+def test_kv_transfer_params_are_parsed_once_a_request(request_of, monkeypatch, role, more):
+    params, parsed = Handoff(HandoffId.new()).params() | more, parsed_handoffs(monkeypatch)
+    request = request_of(params, may_load=True, role=role)
+    assert (request.given is None) != (request.handoff is None)
+    request.end()
+    assert parsed == [params]
 
 
 def test_a_decode_instance_saves_no_prompt(request_of):

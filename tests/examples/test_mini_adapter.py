@@ -12,12 +12,13 @@ import torch
 
 from examples.mini_engine.answer import Answer
 from examples.mini_engine.protocol import Body
-from examples.mini_engine.request import Finish, State
+from examples.mini_engine.request import Finish, Request, State
 from pdstore import HandoffId, Reason, open_store, read_settings
 from pdstore.store import Slots
 from pdstore.testing.faulty import Faulty
 from pdstore.worker import pool
 from pdstore.worker.values import BlockRange, PromptBlocks
+from tests.support.kv import parsed_handoffs
 from tests.support.mini_engine_kit import (
     DEADLINE_S,
     PULL,
@@ -95,6 +96,17 @@ def test_a_step_that_fails_cancels_its_saves(open_instance, monkeypatch):
     monkeypatch.setattr(p.model, "forward", fail)
     assert ask(p, prompt_of(64), kv_transfer_params=PULL).wait().finish.reason == "error"
     assert [save.job.wait(5).reason for save in begun] == [Reason.CANCELLED]
+
+
+def test_kv_transfer_params_are_parsed_once_a_request(open_instance, monkeypatch):
+    p, d = open_instance("prefill"), open_instance("decode")
+    params, parsed = hand_over(p, prompt_of(100)), parsed_handoffs(monkeypatch)
+    for engine in (p, d):
+        asked = Request(prompt_of(100), 1, lambda event: None, kv_transfer_params=params)
+        engine.check(asked)
+        engine.adapter.look_up(asked)
+        engine.adapter.end(asked)
+    assert parsed == [params, params]
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True])

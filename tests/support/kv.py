@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import pytest
 import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
+from pdstore.format.handoff import Handoff
+from pdstore.format.keys import Json
 from pdstore.format.layout import Pipeline
 from pdstore.settings import LOOKUP_WAIT_S, read_settings
 from pdstore.store.transfer import RANGE_BYTES
@@ -101,6 +104,19 @@ class Instance:
     def close(self) -> None:
         self.pool.close()
         self.cache.close()
+
+
+def parsed_handoffs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Returns a list that gets each `kv_transfer_params` whose hand-off is parsed from now on."""
+    parsed: list[object] = []
+    parse = Handoff.of
+
+    def spy(params: Mapping[str, Json] | None) -> Handoff | None:
+        parsed.append(params)
+        return parse(params)
+
+    monkeypatch.setattr(Handoff, "of", spy)
+    return parsed
 
 
 MOST_PATIENCE = 4.0

@@ -28,7 +28,7 @@ from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest
 from pdstore.format.continuation import NO_BLOCK, BlockTables
-from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.handoff import HandoffId, TransferParams
 from pdstore.format.keys import Json
 from pdstore.format.plan import LoadPlan, SavePlan
 from pdstore.metrics import Metrics
@@ -287,10 +287,9 @@ class PDStoreConnectorScheduler:
     def _bypass(self, request: Any, cache: PrefixCacheManager) -> None:
         """Leaves a request alone; a D that was asked at the same time need not wait for P."""
         self._bypassing.add(request.request_id)
-        params = _params_of(request)
-        handoff = Handoff.of(params)
-        if handoff is not None and cache.is_prefill(params):
-            self._aborted.append(handoff.id)
+        asked = _params_of(request)
+        if asked.handoff is not None and cache.is_prefill(asked):
+            self._aborted.append(asked.handoff.id)
 
     def _may_use_pool(self, request: Any) -> bool:
         """Returns False if weights were written and a new request's KV may be of the earlier ones.
@@ -326,15 +325,13 @@ class PDStoreConnectorScheduler:
         return -(-num_tokens // self.saves.block_tokens)
 
 
-def _params_of(request: Any) -> Mapping[str, Json] | None:
-    """Returns `kv_transfer_params`; None, with a warning, if their hand-off is malformed."""
-    params: Mapping[str, Json] | None = request.kv_transfer_params
+def _params_of(request: Any) -> TransferParams:
+    """Parses `kv_transfer_params`; a malformed hand-off in them counts as none, with a warning."""
     try:
-        Handoff.of(params)
+        return TransferParams.parse(request.kv_transfer_params)
     except ValueError as error:
         log.warning("request %s is served without a hand-off: %s", request.request_id, error)
-        return None
-    return params
+        return TransferParams()
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from tests.adapters.vllm.scheduler_kit import BLOCK, PROMPT, TABLE, found, idle_
 from tests.adapters.vllm.scheduler_kit import scheduler_of as scheduler_of
 from tests.adapters.vllm.scheduler_kit import url as url
 from tests.adapters.vllm.standins import picture, vllm_request
-from tests.support.kv import Instance, settings_of
+from tests.support.kv import Instance, parsed_handoffs, settings_of
 
 
 @pytest.fixture
@@ -107,6 +107,16 @@ def test_d_follows_a_hand_off_from_ps_answer_on_where_a_short_load_fails_no_requ
     strict = scheduler_of(role="decode", may_follow=False, handoff_wait_s=0.5)
     assert strict.num_found(theirs, 0) is None
     assert found(strict, theirs) == 0, "nothing was stored in time"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kv_transfer_params_are_parsed_once_a_request(scheduler_of, monkeypatch, role):
+    asked, scheduler = request(Handoff(HandoffId.new()).params()), scheduler_of(role=role)
+    parsed = parsed_handoffs(monkeypatch)
+    for _ in range(2):
+        assert scheduler.add(asked) is not None
+    scheduler.finish_request(asked)
+    assert parsed == [asked.kv_transfer_params]
 
 
 def test_a_d_that_was_asked_with_p_is_told_of_the_start_once_and_of_an_abort(scheduler_of):
