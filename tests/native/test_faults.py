@@ -24,7 +24,7 @@ COPYING = (
     *(("strided", CopyPath.STRIDED), ("stage", CopyPath.STAGE)),
 )
 ASKING = ("query",)  # in test_ready_events.py
-SUMMING = ("sum",)  # in test_sums.py
+SUMMING = ("sum",)  # in test_parity.py
 RECOVERING = ("drain",)
 PINNING = ("register", "unregister")
 
