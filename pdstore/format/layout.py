@@ -13,6 +13,7 @@ import torch
 
 from pdstore.errors import LayoutError
 from pdstore.format.continuation import Continuation, needs_of
+from pdstore.format.geometry import PartGeometry
 from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import MAX_LAYER_RANGES, Settings
 
@@ -86,6 +87,9 @@ class Layout:
       P can store one range while the model computes the next range.
     pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
     items: how keys name images, sounds and videos, a namespace field; None for a model of text.
+    num_pieces: None, or with `page` the number of equal pieces that each of the engine's pages is.
+      A payload is then the page as it lies in memory, with all layers and heads of this rank: piece
+      after piece. All layers must then be equal.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -104,6 +108,7 @@ class Layout:
     num_ranges: int = 1
     pipeline: Pipeline | None = None
     items: str | None = None
+    num_pieces: int | None = None
 
     @classmethod
     def of(
@@ -169,6 +174,8 @@ class Layout:
                 f"PDSTORE_KV_SHARDS={self.num_shards} must be a multiple of the TP size"
                 f" {self.tp_size}, and rank {self.tp_rank} below it"
             )
+        if self.num_pieces is not None and (self.page is None or len(self.groups) > 1):
+            raise LayoutError("only pages of equal layers, in one layer range, are in pieces")
         _check_splits(self)
 
     @cached_property
@@ -232,10 +239,6 @@ class Layout:
         needs = needs_of((spec.table, spec.window) for spec in self.layers)
         return Continuation(self.block_tokens, needs, self.block_tokens // self.engine_block_tokens)
 
-    def table_of(self, part: Part) -> int:
-        """Returns the number of the block table that has the block ids of a part."""
-        return self._spec(part.group).table
-
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """All parts of one block, of all ranks, in the order of their keys."""
@@ -281,26 +284,25 @@ class Layout:
 
     def payload_bytes(self, part: Part, num_tokens: int) -> int:
         """Returns the payload's length in bytes for one part of a block of `num_tokens` tokens."""
-        spec = self._spec(part.group)
-        if self.page is not None:
-            num_tokens = -(-num_tokens // self.block_tokens) * self.block_tokens
-        heads = spec.num_kv_heads // self.shards_of(part.group)
-        return len(self.groups[part.group]) * num_tokens * heads * spec.channels * self.itemsize
+        return self.geometry[part].payload_bytes(num_tokens)
 
     @cached_property
-    def cells(self) -> Layout:
-        """The layout for block copies; in it, a page counts as one token with many channels."""
-        if self.page is None:
-            return self
-        layers = [
-            replace(spec, head_dim=spec.channels * self.block_tokens, value_dim=0)
-            for spec in self.layers
-        ]
-        return replace(self, layers=tuple(layers), block_tokens=1, engine_block_tokens=1, page=None)
+    def geometry(self) -> Mapping[Part, PartGeometry]:
+        """The cells of each part: a packed page is one cell, else each token is one."""
+        return {part: self._geometry_of(part) for part in self.parts}
 
-    def cells_of(self, num_tokens: int) -> int:
-        """Returns the number of tokens that block copies see in a block of `num_tokens` tokens."""
-        return num_tokens if self.page is None else 1
+    def _geometry_of(self, part: Part) -> PartGeometry:
+        spec, layers = self._spec(part.group), self.groups[part.group]
+        made = PartGeometry.of_tokens(
+            layers,
+            spec.table,
+            self.heads_of(part),
+            spec.channels * self.itemsize,
+            self.engine_block_tokens,
+        )
+        if self.num_pieces is not None:
+            return made.in_pieces(self.num_pieces)
+        return made if self.page is None else made.in_pages()
 
     @cached_property
     def largest_payload_bytes(self) -> int:

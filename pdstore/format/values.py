@@ -32,7 +32,7 @@ class Values:
     numbers: the index of the value's block in the prompt.
     parts: the layers and heads that the value holds.
     block_ids: the engine blocks that hold the tokens of the value's block.
-    num_cells: the block's number of tokens for block copies, where a packed page counts as one.
+    num_cells: the block's number of cells, of one head in one layer (`PartGeometry`).
     num_counted: the block's number of tokens if the value is the block's first one on this rank,
       else 0: so a sum over all values counts each block once.
     """

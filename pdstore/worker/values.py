@@ -91,9 +91,10 @@ class PromptBlocks:
         """Returns the values of blocks that all have `num_tokens` tokens."""
         layout, keys = self.layout, self.keys
         parts = layout.owned_parts
+        geometries = [layout.geometry[part] for part in parts]
         headers = [self._header(part, num_tokens) for part in parts]
         starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
-        tables = [self.tables[layout.table_of(part)] for part in parts]
+        tables = [self.tables[each.table] for each in geometries]
         used = -(-num_tokens // layout.engine_block_tokens)
         step = self._per_block
         firsts = [number * step for number in range(*blocks)]
@@ -105,7 +106,7 @@ class PromptBlocks:
             numbers=[n for n in range(*blocks) for _ in parts],
             parts=[*parts] * count,
             block_ids=[table[at : at + used] for at in firsts for table in tables],
-            num_cells=[layout.cells_of(num_tokens)] * num_values,
+            num_cells=[each.num_cells(num_tokens) for each in geometries] * count,
             num_counted=[0] * num_values,
         )
 

@@ -214,14 +214,11 @@ class HostPages:
     those of the latents. A page needs one copy for K and one for V. In the layout `layer_first`, it
     needs one copy for each layer of K and one for each layer of V.
 
-    model: the layout from which the namespace is made; it must be equal on P and D.
-    copied: the layout that `KVPool` gets. For `KVPool`, a page is bytes, and each contiguous piece
-      of a page is a layer.
-    caches: for each piece, a view of the host pool: [pages, tokens, 1, bytes of a token].
+    layout: its namespace must be equal on P and D. Each contiguous piece of a page is a cell.
+    caches: for each piece, a view of the host pool: [pages, bytes of the piece].
     """
 
-    model: Layout
-    copied: Layout
+    layout: Layout
     caches: list[torch.Tensor]
 
     @classmethod
@@ -243,33 +240,29 @@ class HostPages:
         halves = [pool.kv_buffer] if kind == _MLA else list(pool.kv_buffer)
         if pool.layout == "layer_first":
             halves = [each for half in halves for each in half]
-        shape = (pool.size // pool.page_size, pool.page_size, 1, -1)
-        caches = [half.view(torch.uint8).view(shape) for half in halves]
-        piece = LayerSpec(tp_size, caches[0].shape[3], value_dim=0, kind=layer.kind)
-
-        def layout(dtype: str, layers: list[LayerSpec], rope: str = "") -> Layout:
-            return Layout(
-                dtype=dtype,
-                layers=tuple(layers),
-                block_tokens=pool.page_size,
-                engine_block_tokens=pool.page_size,
-                rope=rope,
-                quantization=served.quantization,
-                page=f"sglang:{pool.layout}",
-                num_shards=tp_size,
-                tp_rank=tp_rank,
-                tp_size=tp_size,
-            )
-
-        model = layout(served.dtype, [layer] * pool.layer_num, served.rope)
-        return cls(model, layout("uint8", [piece] * len(caches)), caches)
+        num_pages = pool.size // pool.page_size
+        caches = [half.view(torch.uint8).view(num_pages, -1) for half in halves]
+        layout = Layout(
+            dtype=served.dtype,
+            layers=(layer,) * pool.layer_num,
+            block_tokens=pool.page_size,
+            engine_block_tokens=pool.page_size,
+            rope=served.rope,
+            quantization=served.quantization,
+            page=f"sglang:{pool.layout}",
+            num_shards=tp_size,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            num_pieces=len(caches),
+        )
+        return cls(layout, caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
         """Returns the pages' numbers. host_indices: the index of each of their tokens, in order.
 
         Raises LayoutError for tokens that are not `num_pages` whole pages.
         """
-        tokens = self.model.engine_block_tokens
+        tokens = self.layout.engine_block_tokens
         firsts = host_indices[::tokens]
         if len(host_indices) != num_pages * tokens or bool((firsts % tokens).any()):
             raise LayoutError(f"{len(host_indices)} tokens are not {num_pages} pages of {tokens}")
@@ -294,14 +287,14 @@ class PagePool:
         self, settings: Settings, pages: HostPages, weights: str, metrics: Metrics, rank: int = 0
     ) -> None:
         self._pages = pages
-        namespace = pages.model.namespace(settings, weights=weights)
+        namespace = pages.layout.namespace(settings, weights=weights)
         # a rank looks up its own shard; SGLang takes the smallest count of all ranks
-        self.namespace = replace(namespace, parts=pages.copied.owned_parts)
+        self.namespace = replace(namespace, parts=pages.layout.owned_parts)
         with contextlib.ExitStack() as undo:
             store = connect_store(settings, metrics)
             undo.callback(store.close)
             self._pool = KVPool(
-                settings, pages.copied, pages.caches, self.namespace, metrics=metrics, store=store
+                settings, pages.layout, pages.caches, self.namespace, metrics=metrics, store=store
             )
             undo.callback(self._pool.close)
             self._cache = PrefixCacheManager(

@@ -16,7 +16,6 @@ from pdstore.worker.swap.base import (
     Swap,
     TorchSwap,
     caches_as_bytes,
-    pages_as_cells,
 )
 from pdstore.worker.swap.native import NativeSwap
 
@@ -26,13 +25,12 @@ __all__ = ["BlockCopy", "BlockCopyPlan", "ReadyEvent", "Registrar", "Swap", "ope
 def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache]) -> Swap:
     """Opens a NativeSwap if PDSTORE_NATIVE and the machine allow it, else a TorchSwap.
 
-    kv_caches: one entry for each of `layout.held_layers`, as `TorchSwap` takes them; kept until
-      `close`.
+    kv_caches: one entry for each of `layout.held_layers`, or for each piece of a page, as
+      `TorchSwap` takes them; kept until `close`.
     Raises ConfigError if the native library is required and missing; LayoutError for tensors that
     do not fit the layout; DeviceError or SwapError if the device refuses a call of the library.
     """
-    kv_caches, layout = pages_as_cells(layout, kv_caches), layout.cells
-    device = caches_as_bytes(layout, kv_caches)[layout.held_layers[0]][0].device
+    device = next(iter(caches_as_bytes(layout, kv_caches).values()))[0].device
     library = None
     if device.type in ("cpu", "cuda"):
         library = load_library(settings, for_gpu=device.type == "cuda")

@@ -28,10 +28,11 @@ class BlockCopy(NamedTuple):
 
     part: the layers and heads that are copied; one of `Layout.owned_parts`.
     block_ids: the engine blocks that hold the block's tokens, in order.
-    num_tokens: the number of the block's tokens; a packed page counts as one token.
+    num_tokens: the number of the block's tokens; a cell of several tokens, such as a packed page,
+      counts as one token here.
     first_token: scatter does not write tokens before it; a multiple of the engine's block size.
-    payload: `Layout.payload_bytes(part, num_tokens)` writable bytes of host memory. Any memory will
-      do, unless `Swap.registrar` has to pin it.
+    payload: `Layout.payload_bytes` writable bytes of host memory. Any memory will do, unless
+      `Swap.registrar` has to pin it.
     """
 
     part: Part
@@ -150,38 +151,24 @@ class Swap(ABC):
         """Frees the engine; no copy may run or follow. May be called again."""
 
 
-def pages_as_cells(layout: Layout, kv_caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """Views the caches as `layout.cells` describes them: a packed page of one head as one token.
-
-    Returns `kv_caches` unchanged if the layout has no packed pages.
-    Raises LayoutError for a page that is not contiguous.
-    """
-    if layout.page is None:
-        return list(kv_caches)
-    caches_as_bytes(layout, kv_caches)
-    cells: list[LayerCache] = []
-    for layer, cache in zip(layout.held_layers, kv_caches, strict=True):
-        if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
-            raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
-        blocks, tokens, heads, channels = cache.shape
-        strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
-        cells.append(cache.as_strided((blocks, 1, heads, tokens * channels), strides))
-    return cells
-
-
 def caches_as_bytes(
     layout: Layout, kv_caches: Sequence[LayerCache]
 ) -> dict[int, tuple[torch.Tensor, ...]]:
     """Returns byte views of the cache tensors of each layer on this rank, by the layer's number.
 
+    Their shape is [blocks, cells of a block, local KV heads, bytes of a cell]; with a pair (K, V)
+    of tensors, each has a part of the cell.
     Raises LayoutError if the tensors do not fit the layout.
     """
-    held = layout.held_layers
+    is_in_pieces = layout.num_pieces is not None
+    held = range(layout.num_pieces) if layout.num_pieces is not None else layout.held_layers
     if len(kv_caches) != len(held):
-        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} layers")
-    caches = {n: _as_bytes(layout, n, cache) for n, cache in zip(held, kv_caches, strict=True)}
-    one = caches[held[0]][0]
+        what = "pieces" if is_in_pieces else "layers"
+        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} {what}")
+    as_bytes = _piece_as_cell if is_in_pieces else _as_bytes
+    caches = {n: as_bytes(layout, n, cache) for n, cache in zip(held, kv_caches, strict=True)}
     tensors = [tensor for cache in caches.values() for tensor in cache]
+    one = tensors[0]
     if any(t.shape[0] != one.shape[0] or t.device != one.device for t in tensors):
         raise LayoutError("all caches must have the same number of blocks and be on one device")
     return caches
@@ -205,7 +192,28 @@ def _as_bytes(layout: Layout, layer: int, cache: LayerCache) -> tuple[torch.Tens
         raise LayoutError(
             f"layer {layer}: {channels} channels, expected {layout.layers[layer].channels}"
         )
+    if layout.page is not None:
+        tensors = (_page_as_cell(layer, cache),)
     return tuple(t.view(torch.uint8) for t in tensors)
+
+
+def _page_as_cell(layer: int, cache: LayerCache) -> torch.Tensor:
+    """Views a cache as [blocks, 1, local KV heads, elements of a page of one head]."""
+    if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
+        raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
+    blocks, tokens, heads, channels = cache.shape
+    strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
+    return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
+
+
+def _piece_as_cell(layout: Layout, piece: int, cache: LayerCache) -> tuple[torch.Tensor]:
+    """Checks a tensor with the same piece of all pages, and views it as [pages, 1, 1, bytes]."""
+    cell_bytes = layout.geometry[layout.owned_parts[0]].cell_bytes
+    if isinstance(cache, tuple) or not cache.is_contiguous():
+        raise LayoutError(f"piece {piece}: its bytes of all pages must be contiguous")
+    if cache[0].nbytes != cell_bytes:
+        raise LayoutError(f"piece {piece}: {cache[0].nbytes} bytes a page, expected {cell_bytes}")
+    return (cache.view(torch.uint8).view(len(cache), 1, 1, cell_bytes),)
 
 
 class TorchSwap(Swap):
@@ -214,38 +222,41 @@ class TorchSwap(Swap):
     kv_caches: for each layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels]
       or a pair (K, V) of such tensors. The channels of a single tensor are K and then V; for MLA
       they are the latent. The last stride must be 1; the other strides may have any value.
+      With `Layout.num_pieces`: a contiguous tensor [num_blocks, ...] for each piece.
     Raises LayoutError for a tensor that does not fit the layout.
     """
 
     def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
-        self._layout = layout
+        self._owned_parts = layout.owned_parts
+        self._block_tokens = layout.block_tokens
+        self._geometry = layout.geometry
         self._caches = caches_as_bytes(layout, kv_caches)
-        one = self._caches[layout.held_layers[0]][0]
+        one = next(iter(self._caches.values()))[0]
         self.device = one.device
         self.num_blocks = one.shape[0]
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.device_event_or_wait(ready)
         for copy in copies:
-            ids = self._ids(copy.block_ids, copy.num_tokens)
+            ids, heads = self._ids(copy), self._geometry[copy.part].heads
             for cache, payload in self._layers(copy):
-                rows = cache[ids][:, :, self._head_slice(copy.part)].flatten(0, 1)
+                rows = cache[ids][:, :, heads].flatten(0, 1)
                 payload.copy_(rows[: copy.num_tokens])
 
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.device_event_or_wait(ready)
-        step = self._layout.engine_block_tokens
         for copy in copies:
+            geometry = self._geometry[copy.part]
+            step, heads = geometry.entry_cells, geometry.heads
             if copy.first_token % step:
                 raise LayoutError(
                     f"first_token {copy.first_token} is not on an engine block of {step}"
                 )
-            ids = self._ids(copy.block_ids, copy.num_tokens)
+            ids = self._ids(copy)
             if len(set(copy.block_ids)) != len(copy.block_ids):
                 raise LayoutError("a load names one block twice")
             whole = copy.num_tokens // step
             first = copy.first_token // step
-            heads = self._head_slice(copy.part)
             for cache, payload in self._layers(copy):
                 if whole > first:
                     rows = payload[first * step : whole * step]
@@ -258,26 +269,26 @@ class TorchSwap(Swap):
             torch.cuda.current_stream(self.device).synchronize()
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
-        tokens = self._layout.block_tokens
-        return [BlockCopyPlan(p, tokens, "TORCH", "by torch") for p in self._layout.owned_parts]
+        counts = {p: self._geometry[p].num_cells(self._block_tokens) for p in self._owned_parts}
+        return [BlockCopyPlan(part, n, "TORCH", "by torch") for part, n in counts.items()]
 
     def _layers(self, copy: BlockCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns each cache tensor of the part's layers with its [token, head, bytes] payload."""
-        layers = self._layout.groups[copy.part.group]
-        heads = len(self._layout.heads_of(copy.part))
-        width = sum(t.shape[3] for t in self._caches[layers[0]])
+        """Returns each cache tensor of the part's layers with its [cell, head, bytes] payload."""
+        geometry = self._geometry[copy.part]
         payload = torch.frombuffer(copy.payload, dtype=torch.uint8)
-        view = payload.view(len(layers), copy.num_tokens, heads, width)
+        shape = len(geometry.layers), copy.num_tokens, geometry.num_heads, geometry.cell_bytes
+        view = payload.view(shape)
         shares = []
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(geometry.layers):
             start = 0
             for cache in self._caches[layer]:
                 shares.append((cache, view[i, :, :, start : start + cache.shape[3]]))
                 start += cache.shape[3]
         return shares
 
-    def _ids(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        if len(block_ids) * self._layout.engine_block_tokens < num_tokens:
+    def _ids(self, copy: BlockCopy) -> torch.Tensor:
+        block_ids, num_tokens = copy.block_ids, copy.num_tokens
+        if len(block_ids) * self._geometry[copy.part].entry_cells < num_tokens:
             raise LayoutError(f"{len(block_ids)} engine blocks cannot hold {num_tokens} tokens")
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks:
@@ -285,7 +296,3 @@ class TorchSwap(Swap):
                     f"block id {block_id} is outside the cache of {self.num_blocks} blocks"
                 )
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
-
-    def _head_slice(self, part: Part) -> slice:
-        heads = self._layout.heads_of(part)
-        return slice(heads.start, heads.stop)

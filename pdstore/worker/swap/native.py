@@ -71,9 +71,9 @@ class NativeSwap(Swap):
         path: CopyPath = CopyPath.AUTO,
         sizes: dict[str, int] | None = None,
     ) -> None:
-        self._layout = layout
+        self._geometry = layout.geometry
         self._caches = caches_as_bytes(layout, kv_caches)
-        one = self._caches[layout.held_layers[0]][0]
+        one = next(iter(self._caches.values()))[0]
         self.device = one.device
         self.num_blocks = one.shape[0]
         self._library = library
@@ -81,11 +81,12 @@ class NativeSwap(Swap):
         if self.device.type == "cuda":
             self.device_api = RelaxedCudaApi(library)
         self._parts = {part: number for number, part in enumerate(layout.owned_parts)}
+        self._max_cells = max(self._geometry[p].num_cells(layout.block_tokens) for p in self._parts)
         options = {
             "device": self._ordinal,
             "num_blocks": self.num_blocks,
-            "block_tokens": layout.engine_block_tokens,
-            "max_tokens": layout.block_tokens,
+            "block_tokens": self._geometry[layout.owned_parts[0]].entry_cells,  # as of all parts
+            "max_tokens": self._max_cells,
             "path": int(path),
             **(sizes or {}),
         }
@@ -133,7 +134,7 @@ class NativeSwap(Swap):
         for part, tokens, payload in zip(parts, num_tokens, payloads, strict=True):
             if part not in self._parts:
                 raise LayoutError(f"{part} is not owned by this rank")
-            need = self._layout.payload_bytes(part, tokens)
+            need = self._geometry[part].num_bytes(tokens)
             if len(payload) != need:
                 raise LayoutError(f"a payload of {len(payload)} bytes, expected {need}")
         first = first_tokens if direction is Direction.LOAD else [0] * len(copies)
@@ -202,7 +203,7 @@ class NativeSwap(Swap):
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         """Returns for each part the copy path of a whole block and of a tail of one token."""
-        tokens = sorted({self._layout.block_tokens, 1}, reverse=True)
+        tokens = sorted({self._max_cells, 1}, reverse=True)
         way = int(direction is Direction.LOAD)
         return [
             BlockCopyPlan(part, n, *self.engine.explain(way, number, n))
@@ -232,22 +233,20 @@ class NativeSwap(Swap):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 
     def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
-        layers = self._layout.groups[part.group]
-        cell = sum(t.shape[3] for t in self._caches[layers[0]])
-        num_heads = len(self._layout.heads_of(part))
-        return PartShape(num_layers=len(layers), num_heads=num_heads, cell=cell)
+        of = self._geometry[part]
+        return PartShape(num_layers=len(of.layers), num_heads=of.num_heads, cell=of.cell_bytes)
 
     def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
         """Returns the cache tensors of a part, each from the part's first head on; K before V."""
-        first_head = self._layout.heads_of(part).start
+        geometry = self._geometry[part]
         regions = []
-        for n, layer in enumerate(self._layout.groups[part.group]):
+        for n, layer in enumerate(geometry.layers):
             start = 0
             for cache in self._caches[layer]:
                 block, token, head, _ = cache.stride()
                 regions.append(
                     Region(
-                        base=cache.data_ptr() + first_head * head,
+                        base=cache.data_ptr() + geometry.first_head * head,
                         block_stride=block,
                         token_stride=token,
                         head_stride=head,

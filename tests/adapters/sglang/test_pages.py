@@ -102,5 +102,5 @@ def test_tokens_that_are_no_whole_pages_are_refused(indices, count):
 def test_the_namespace_of_host_pages_is_what_it_always_was(make, layout, pinned):
     """Another digest is another namespace: what an older version has stored would not be found."""
     pages = [pages_of(make(layout=layout), rank, 2) for rank in range(2)]
-    namespaces = [each.model.namespace(settings_of(), weights="w") for each in pages]
+    namespaces = [each.layout.namespace(settings_of(), weights="w") for each in pages]
     assert [each.hex for each in namespaces] == [pinned] * 2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pdstore.errors import LayoutError
+from pdstore.format.layout import LayerSpec, Layout
 from pdstore.worker.swap import open_swap
-from pdstore.worker.swap.base import TorchSwap, caches_as_bytes, pages_as_cells
+from pdstore.worker.swap.base import TorchSwap, caches_as_bytes
 from pdstore.worker.swap.native import NativeSwap
 from tests.support.kv import caches_of, settings_of
 from tests.worker.swap.test_torch import layout_of
@@ -32,10 +34,39 @@ def test_tensors_that_do_not_fit_are_refused(change, word):
 def test_a_page_of_one_head_is_one_cell():
     layout = layout_of(page="packed", block_tokens=4)
     heads_first = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches_of(layout, 4)]
-    for cache, cells in zip(heads_first, pages_as_cells(layout, heads_first), strict=True):
+    viewed = caches_as_bytes(layout, heads_first).values()
+    for cache, [cells] in zip(heads_first, viewed, strict=True):
         blocks, tokens, heads, channels = cache.shape
-        assert cells.shape == (blocks, 1, heads, tokens * channels)
+        assert cells.shape == (blocks, 1, heads, tokens * channels * cache.itemsize)
         assert cells.data_ptr() == cache.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda c: c[:1], "1 cache tensors for 2 pieces"),
+        (lambda c: [c[0], c[1][:, 1:]], "piece 1: .* contiguous"),
+        (lambda c: [c[0], c[1][:, 1:].clone()], "piece 1: 2047 bytes a page, expected 2048"),
+        (lambda c: [(c[0], c[0]), c[1]], "piece 0"),
+        (lambda c: [c[0], c[1][:3]], "same number of blocks"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(change, word):
+    layout = Layout(
+        dtype="float32",
+        layers=(LayerSpec(2, 16),) * 4,
+        block_tokens=4,
+        engine_block_tokens=4,
+        rope="",
+        page="packed",
+        num_pieces=2,
+    )
+    pieces = [torch.zeros(4, 2048, dtype=torch.uint8) for _ in range(2)]
+    assert [cell.shape for [cell] in caches_as_bytes(layout, pieces).values()] == [
+        (4, 1, 1, 2048)
+    ] * 2
+    with pytest.raises(LayoutError, match=word):
+        caches_as_bytes(layout, change(pieces))
 
 
 def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():
