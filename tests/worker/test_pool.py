@@ -267,7 +267,7 @@ def test_a_flush_raises_the_first_error_once(instance, store):
     [("cancelled", False), ("not_admitted", False), ("closed", True), ("read_only", True)],
 )
 def test_a_flush_fails_unless_a_save_was_not_wanted_or_not_worth_it(p, reason, is_failure):
-    begun = p.pool.begin_save(p.cache.keys(range(100)), P_BLOCKS)
+    begun = p.pool.begin_save(SavePlan(p.cache.keys(range(100))), P_BLOCKS)
     begun.job.end_with(Reason(reason))
     with pytest.raises(SaveFailed, match=reason) if is_failure else contextlib.nullcontext():
         p.pool.flush(30)
