@@ -45,13 +45,13 @@ def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, sai
     prompt = prompt_of(100)
     params = prefilled(p, prompt)
     until(lambda: p.adapter.journal.last())
-    begin = d.adapter.pool.load
+    begin = d.adapter.pool.begin_load
 
-    def lose_then_load(keys, *arguments, **options):
+    def lose_then_load(plan, *arguments, **options):
         d.adapter.cache.clear()
-        return begin(keys, *arguments, **options)
+        return begin(plan, *arguments, **options)
 
-    monkeypatch.setattr(d.adapter.pool, "load", lose_then_load)
+    monkeypatch.setattr(d.adapter.pool, "begin_load", lose_then_load)
     ask(d, prompt, kv_transfer_params=params).wait()
     assert said(r"a load fell short \(lost\).*Look at the pool's size")
 
