@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+from pathlib import Path
+
 import pytest
 
 from pdstore import JobResult
@@ -11,6 +15,7 @@ from pdstore.metrics import Metrics
 from pdstore.store import open_store
 from pdstore.store.guard import GuardedStore
 from pdstore.store.memory import MemoryStore
+from pdstore.store.url import StoreURL
 from pdstore.testing import StoreTests
 from tests.support.composed_stores import CountingStore, TwoStores
 from tests.support.instances import instance as instance
@@ -18,6 +23,7 @@ from tests.support.kv import POISON, settings_of
 from tests.support.native_kit import library as library
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 200
 POOL_ID_BYTES = HEADER_BYTES  # a thread gives a new pool its id
 
@@ -93,6 +99,22 @@ def test_a_load_of_a_composite_is_partly_in_place_and_partly_staged(instance, co
     assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
     assert_loaded(p, d, NUM_TOKENS)
     assert counting.values["put"] == counting.values["get"] == len(bytes_of(p))
+
+
+def test_a_store_of_another_package_chooses_how_its_values_move(
+    instance, tmp_path, monkeypatch, closed_after
+):
+    """The example in SQLite, where threads take turns, asks for a single worker."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "store_plugin"))
+    sqlite = importlib.import_module("pdstore_sqlite").SQLiteStore
+    store = closed_after(sqlite.open(StoreURL.of(f"sqlite://{tmp_path}/pool.db"), settings_of()))
+    before = {thread.name for thread in threading.enumerate()}
+    p, d = instance(over=store), instance(over=store, fill=POISON)
+    names = [thread.name for thread in threading.enumerate() if thread.name not in before]
+    assert [name for name in names if "worker" in name] == ["pdstore-worker-0"] * 2
+    assert save(p, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
 
 
 def test_what_one_of_both_stores_has_lost_ends_the_load_there(instance, composite):
