@@ -9,8 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("requirements", "misconfigurations", "tested_misconfigurations")
+    Path(name).stem: (ROOT / name).read_text()
+    for name in (
+        "tests/requirements.md",
+        "docs/misconfigurations.md",
+        "tests/tested_misconfigurations.md",
+    )
 }
 FAMILIES = {
     "R-DEV-": 12,
