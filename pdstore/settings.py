@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 _SWITCH = "PD_TRANSFER_VIA_STORAGE"
 _OFF = ("", "0", "false", "off", "no", "n", "f")  # pydantic reads them as False
 _DAY_S = 86_400.0
-_MOST_TTL_S = 3650 * 86_400  # redis and the arena count shorter times than this without overflow
-_MOST_BYTES = 1 << 62
+_MAX_TTL_S = 3650 * 86_400  # redis and the arena count shorter times than this without overflow
+_MAX_BYTES = 1 << 62
 MAX_LAYER_RANGES = 64
 LOOKUP_WAIT_S = 1.0
 """The longest time that a prompt without a hand-off waits for the store's answer."""
@@ -68,7 +68,7 @@ def parse_size(value: object, *, unit: int = 1000) -> int:
     size = Fraction(found[1]) * (1024 if is_binary else unit) ** power
     if not power and (is_binary or size.denominator != 1):
         raise ValueError("write a size like 1GiB")
-    if size > _MOST_BYTES:
+    if size > _MAX_BYTES:
         raise ValueError("it is more than any store holds: write a size like 1GiB")
     return int(size)
 
@@ -180,13 +180,13 @@ class Settings(BaseSettings):
     block_ttl_s: int = Field(
         1800,
         ge=1,
-        le=_MOST_TTL_S,
+        le=_MAX_TTL_S,
         description="Life of a block after its last use, in stores that keep a clock.",
     )
     handoff_ttl_s: int = Field(
         600,
         ge=1,
-        le=_MOST_TTL_S,
+        le=_MAX_TTL_S,
         description="Life of tails and hand-off markers, in stores that keep a clock.",
     )
     status_port: int | None = Field(

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _SHIFT = struct.Struct("<q")
-MOST_CLOCKS = 16
+MAX_CLOCKS = 16
 
 
 class WallClock:
@@ -25,7 +25,7 @@ class WallClock:
     def create(cls, path: Path, number: int) -> WallClock:
         """Makes the file if there is none."""
         if not path.exists():
-            path.write_bytes(bytes(MOST_CLOCKS * _SHIFT.size))
+            path.write_bytes(bytes(MAX_CLOCKS * _SHIFT.size))
         return cls.join(path, number)
 
     @classmethod

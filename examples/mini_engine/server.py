@@ -31,7 +31,7 @@ from examples.mini_engine.request import Finish, Request, Token
 
 Events = asyncio.Queue[Token | Finish]
 
-_MOST_BODY_BYTES = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
 
 
 def app_of(engine: Engine) -> Starlette:
@@ -241,6 +241,6 @@ async def _read(http: HttpRequest) -> bytes:
     body = bytearray()
     async for chunk in http.stream():
         body += chunk
-        if len(body) > _MOST_BODY_BYTES:
-            raise RefusedError(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
+        if len(body) > _MAX_BODY_BYTES:
+            raise RefusedError(f"the body is longer than {_MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)

@@ -21,7 +21,7 @@ from pdstore.store.base import Store
 from pdstore.store.optional import StoredValue, num_evicted
 
 _ROWS = 12
-_MOST_ID = (1 << 31) - 1
+_MAX_ID = (1 << 31) - 1
 
 
 class Cover(NamedTuple):
@@ -175,7 +175,7 @@ def _ids_of(text: str) -> list[int]:
         found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
-    if not found or not all(type(each) is int and 0 <= each <= _MOST_ID for each in found):
+    if not found or not all(type(each) is int and 0 <= each <= _MAX_ID for each in found):
         raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
     return cast("list[int]", found)
 

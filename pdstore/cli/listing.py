@@ -29,8 +29,8 @@ _HEX = "([0-9a-f]{32})"
 _NUMBER = "([0-9]{1,9})"
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
-_MOST_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
-_MOST_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
+_MAX_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
+_MAX_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
 
 
 class OpenPool(NamedTuple):
@@ -56,7 +56,7 @@ class OpenPool(NamedTuple):
         length = self.lists.length_of(key) if self.lists else None
         if length is None:
             return None
-        if length > _MOST_BYTES:
+        if length > _MAX_BYTES:
             raise BadValue(f"it is {size(length)} long, which no value of pdstore's is")
         if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
             length -= self.store.added_bytes
@@ -146,9 +146,9 @@ class NamespaceUse:
     def add(self, value: StoredValue, key: StoredKey) -> None:
         self.num_bytes += value.num_bytes
         self.counts[key.kind] += 1
-        if key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MOST_PARTS:
+        if key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MAX_PARTS:
             self.parts.add(Part(key.group, key.shard))
-        if key.kind is Kind.BLOCK and value.num_bytes <= _MOST_BYTES:
+        if key.kind is Kind.BLOCK and value.num_bytes <= _MAX_BYTES:
             self.sample = value
         if value.age_s is not None:  # 0 is an age: redis tells whole seconds
             before = (self.youngest_s, self.oldest_s)

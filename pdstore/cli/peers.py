@@ -21,7 +21,7 @@ from pdstore.errors import ConfigError
 from pdstore.settings import read_settings
 from pdstore.store.connect import place_of
 
-_MOST_BYTES = 4 << 20  # more of an answer is not read; an engine's /metrics is far smaller
+_MAX_BYTES = 4 << 20  # more of an answer is not read; an engine's /metrics is far smaller
 _TIMEOUT_S = 5.0
 _PATH = "/pdstore"
 _FIELDS = (
@@ -43,7 +43,7 @@ _TRIES = 4  # with two instances behind a URL, one is missed in 1 of 16 runs
 _OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 _LEASE = "write the same ?lease= in PDSTORE_STORE of both (redis: the same PDSTORE_..._TTL_S)"
 
-_MOST_SAID = 400  # characters
+_MAX_SAID = 400  # characters
 _ITS_LOG = "look at that instance's log: what it names keeps it from its pool"
 
 
@@ -166,7 +166,7 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
         pool = f"pool {peer.pool[:8]}" if peer.pool else "pool not known"
         yield info(f"peer {peer.url}", f"{pool}, namespace {peer.digest[:12]}")
         if peer.problem:
-            yield warn("degraded", f"{peer.url} says: {peer.problem[:_MOST_SAID]}", _ITS_LOG)
+            yield warn("degraded", f"{peer.url} says: {peer.problem[:_MAX_SAID]}", _ITS_LOG)
     for other in peers[1:]:
         yield from _compare(peers[0], other)
 
@@ -297,7 +297,7 @@ def _body_of(url: str, timeout_s: float) -> bytes:
     request = urllib.request.Request(url, headers={"Accept": "application/json, text/plain"})
     try:
         with opener.open(request, timeout=timeout_s) as answer:
-            return bytes(answer.read(_MOST_BYTES))
+            return bytes(answer.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         error.close()
         raise

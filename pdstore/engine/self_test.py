@@ -27,7 +27,7 @@ from pdstore.worker.pool import KVPool
 log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0  # waited after a job's deadline, for a slow machine
-_MOST_ID = 1 << 15
+_MAX_ID = 1 << 15
 
 
 class StepFailed(StoreError):
@@ -89,7 +89,7 @@ def _try(
     num_tokens: int,
 ) -> Tried:
     namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
-    keys = PromptKeys(namespace).extend([secrets.randbelow(_MOST_ID) for _ in range(num_tokens)])
+    keys = PromptKeys(namespace).extend([secrets.randbelow(_MAX_ID) for _ in range(num_tokens)])
     names = keys.store_keys(layout.parts)
     num = -(-num_tokens // layout.engine_block_tokens)
     here, there = ([list(ids)] * layout.num_tables for ids in (range(num), range(num, 2 * num)))

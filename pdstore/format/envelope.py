@@ -42,7 +42,7 @@ _VERSION = 1
 _HEAD = struct.Struct("<4sB3x8s16sQ")
 ENVELOPE_BYTES = _HEAD.size + _TAG_BYTES
 """Bytes that an envelope adds to its value."""
-_MOST_RUNS = 1024  # maximum number of run keys in memory; a pool has fewer writers
+_MAX_RUNS = 1024  # maximum number of run keys in memory; a pool has fewer writers
 
 
 class Envelopes:
@@ -61,7 +61,7 @@ class Envelopes:
         self.key_id = seal_key_id(keys[0])
         self._run = secrets.token_bytes(_RUN_BYTES) if run is None else run
         self._numbers = itertools.count()
-        self._run_key = lru_cache(_MOST_RUNS)(self._derive)
+        self._run_key = lru_cache(_MAX_RUNS)(self._derive)
 
     def encrypt(self, key: BlockKey, value: memoryview, envelope: memoryview) -> None:
         """Encrypts `value` into `envelope`, which is ENVELOPE_BYTES longer."""

@@ -22,7 +22,7 @@ from pdstore.format.block import FLAG_MARKER, Header
 from pdstore.format.keys import HASH_BYTES, HEX_ID, BlockKey, Json, Namespace, PromptKeys
 from pdstore.telemetry.request_record import plain
 
-_MOST_FIELDS = 64
+_MAX_FIELDS = 64
 _NAME = "pdstore"
 _ID = "attempt"  # the name of the hand-off's id in `kv_transfer_params`
 RING = 4
@@ -30,7 +30,7 @@ PERIOD_S = 1.0
 """Seconds between two beats. Most hand-offs that are saved in less time cost no beat."""
 SILENCE_S = 1.35
 """Seconds without a beat after which an instance counts as dead."""
-_MOST_GAP_S = 0.6  # maximum time between two answers of the store that may count as silence
+_MAX_GAP_S = 0.6  # maximum time between two answers of the store that may count as silence
 
 
 class HandoffId(NamedTuple):
@@ -223,7 +223,7 @@ def _is_fields(value: object) -> bool:
 
     A null in it counts as absent, as everywhere in a hand-off.
     """
-    if not isinstance(value, Mapping) or len(value) > _MOST_FIELDS:
+    if not isinstance(value, Mapping) or len(value) > _MAX_FIELDS:
         return False
     return all(isinstance(name, str) for name in value) and all(
         text is None or isinstance(text, str) for text in value.values()
@@ -269,7 +269,7 @@ class Pulse:
         silence only if it is at most 0.6 s.
         """
         seen = {key for key in self.ring if key in stored}
-        if seen != self._seen or asked_at - self._asked_at > _MOST_GAP_S:
+        if seen != self._seen or asked_at - self._asked_at > _MAX_GAP_S:
             self._beat_at = asked_at
         self._seen = seen
         self._asked_at = asked_at

@@ -18,7 +18,7 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WHOLE_UP_TO = 1 << 30
 _SAMPLE_BYTES = 16 << 10
 _SAMPLES_PER_FILE = 1024
-_LEAST_SAMPLES = 2  # a tensor's first bytes and its last bytes
+_MIN_SAMPLES = 2  # a tensor's first bytes and its last bytes
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors: github.com/huggingface/safetensors
 _READ_BYTES = 1 << 20
 
@@ -97,7 +97,7 @@ def _spans_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
         tensors = sorted(t["data_offsets"] for name, t in header.items() if name != "__metadata__")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return [(0, size)]
-    count = max(_LEAST_SAMPLES, _SAMPLES_PER_FILE // max(1, len(tensors)))
+    count = max(_MIN_SAMPLES, _SAMPLES_PER_FILE // max(1, len(tensors)))
     spans = [(0, data_at)]
     for begin, end in tensors:
         last = end - begin - _SAMPLE_BYTES

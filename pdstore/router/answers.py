@@ -16,7 +16,7 @@ import httpx
 from pdstore.errors import Reason
 
 CONNECT_S = 2.0
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Bytes that an answer which the router keeps may have; the log-probabilities of a long prompt are
 the largest part of P's."""
 PROBE_S = 2.5
@@ -42,7 +42,7 @@ class WholeAnswer:
 
 
 async def ask(
-    client: httpx.AsyncClient, request: httpx.Request, within_s: float, most_bytes: int = MOST_BYTES
+    client: httpx.AsyncClient, request: httpx.Request, within_s: float, most_bytes: int = MAX_BYTES
 ) -> WholeAnswer:
     """Returns the answer to a request, all of it.
 
@@ -66,7 +66,7 @@ async def ask(
     return WholeAnswer(answer.status_code, content, media_type)
 
 
-async def gather(chunks: AsyncIterator[bytes], most_bytes: int = MOST_BYTES) -> bytes:
+async def gather(chunks: AsyncIterator[bytes], most_bytes: int = MAX_BYTES) -> bytes:
     """Returns the chunks of a body as one. Raises TooLong."""
     body = bytearray()
     async for chunk in chunks:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import anyio
 import httpx
 
-from pdstore.router.answers import MOST_BYTES, OpenAnswer, TooLong, gather
+from pdstore.router.answers import MAX_BYTES, OpenAnswer, TooLong, gather
 from pdstore.router.bodies import REMOTE_DECODE, Json, Refusal, encode, parse
 from pdstore.router.calls import params_of, reason_of
 from pdstore.router.exchange import Exchange
@@ -136,7 +136,7 @@ async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             rest = bytearray(last)
             for line in lines:
                 yield line.rstrip(b"\r")
-        if len(rest) > MOST_BYTES:
-            raise TooLong(f"a line of more than {MOST_BYTES} bytes")
+        if len(rest) > MAX_BYTES:
+            raise TooLong(f"a line of more than {MAX_BYTES} bytes")
     if rest:
         yield bytes(rest)

@@ -102,8 +102,8 @@ class Rotation:
 
 
 _CHUNK_BYTES = 1024
-_MOST_CHUNKS = 1 << 20
-_MOST_LOAD = 1.25  # of the mean number of open requests
+_MAX_CHUNKS = 1 << 20
+_MAX_LOAD = 1.25  # of the mean number of open requests
 
 
 class Affinity:
@@ -121,7 +121,7 @@ class Affinity:
         """Returns the instance for a request; `upstreams` are those that can be asked."""
         names = list(_prefixes(body))
         chosen = min(upstreams, key=lambda each: each.num_open)
-        most = _MOST_LOAD * (1 + sum(each.num_open for each in upstreams)) / len(upstreams)
+        most = _MAX_LOAD * (1 + sum(each.num_open for each in upstreams)) / len(upstreams)
         for name in reversed(names[len(names) // 2 :]):
             known = self._seen.get(name)
             if known is not None and known in upstreams and known.num_open < most:
@@ -130,7 +130,7 @@ class Affinity:
         for name in names:
             self._seen[name] = chosen
             self._seen.move_to_end(name)
-        while len(self._seen) > _MOST_CHUNKS:
+        while len(self._seen) > _MAX_CHUNKS:
             self._seen.popitem(last=False)
         return chosen
 

@@ -16,7 +16,7 @@ Mode: TypeAlias = Literal["auto", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
 
 _KEEP = 0.8  # each new measurement multiplies the weight of all earlier ones by this
-_FEWEST_TOKENS = 512  # fewer tokens would measure the cost of a step or call, not of a token
+_MIN_TOKENS = 512  # fewer tokens would measure the cost of a step or call, not of a token
 _PROBE_PART = 8
 
 
@@ -29,7 +29,7 @@ class CostAverage:
 
     def add_sample(self, num_tokens: float, seconds: float) -> None:
         """Adds a measurement to the average; ignores one of fewer than 512 tokens."""
-        if num_tokens >= _FEWEST_TOKENS and seconds > 0.0:
+        if num_tokens >= _MIN_TOKENS and seconds > 0.0:
             self._tokens = self._tokens * _KEEP + num_tokens
             self._seconds = self._seconds * _KEEP + seconds
 
@@ -190,7 +190,7 @@ class PromptTimes:
             return
         self._running.remove(name)
         now = self._clock()
-        if 0 < self._num_begun < _FEWEST_TOKENS:
+        if 0 < self._num_begun < _MIN_TOKENS:
             self._step_s = now - self._since
         self._compute_cost.add_sample(self._num_begun, now - self._since)
         self._num_begun = 0
@@ -219,7 +219,7 @@ class PromptTimes:
         if load_s is None:
             return start if num_loading else found
         if compute_s is None:
-            return found if backlog >= _FEWEST_TOKENS else start
+            return found if backlog >= _MIN_TOKENS else start
         ratio = load_s / compute_s
         loading_s = load_s * (num_loading + num_own) * min(ratio, ratio**2) + self._step_s
         if loading_s <= compute_s * (backlog + num_own):
@@ -228,6 +228,6 @@ class PromptTimes:
         self._num_computed += 1
         if self._num_computed % self._probe_every:
             return start
-        end = start + max(_FEWEST_TOKENS, num_own // _PROBE_PART)
+        end = start + max(_MIN_TOKENS, num_own // _PROBE_PART)
         end -= end % self._block_tokens
         return end if self._may_split and start < end < found else found

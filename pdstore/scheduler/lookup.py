@@ -18,7 +18,7 @@ from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
 _GLANCE_S = 0.1  # so often `wait` looks whether the store hangs
-_MOST_GAPS = 8
+_MAX_GAPS = 8
 _SHORT = 8
 """Of a prompt of more blocks than this, the first block is looked up alone before the others."""
 
@@ -247,7 +247,7 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
         return _match_whole(store, keys)
     whole = [part for part in parts if part.group not in continuation.needs]
     count, error = _match_blocks(store, keys, whole) if whole else (len(keys), None)
-    for _ in range(_MOST_GAPS):
+    for _ in range(_MAX_GAPS):
         gap = _last_gap(store, keys.prefix(keys.end_of(count))) if count else None
         if gap is None:
             return _unless(error, count)

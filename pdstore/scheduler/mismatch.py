@@ -21,7 +21,7 @@ from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
 
-_MOST_MESSAGES = 64
+_MAX_MESSAGES = 64
 _OF_ONE_PROCESS = (
     "a PDSTORE_STORE that processes share (file://, shm://, redis://): memory:// is a pool of one"
     " process alone"
@@ -122,7 +122,7 @@ class MismatchLog:
             return
         self._num_left -= 1
         self._said[about or message] = Deadline(self._silence_s)
-        while len(self._said) > _MOST_MESSAGES:
+        while len(self._said) > _MAX_MESSAGES:
             self._said.popitem(last=False)
         log.warning(message)
 

@@ -38,7 +38,7 @@ _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")  # as Host: other sites' pages send another
 _TURN_S = 0.2
 _STOP_S = _TURN_S + 4.0  # longer than `take` needs, with which a request may be busy
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _NO_API = "this is pdstore's status page: requests, /health and /metrics are at the port of the API"
 
 
@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         if length.isdecimal():  # a client that still sends would not see the answer
-            self.rfile.read(min(int(length), _MOST_BYTES))
+            self.rfile.read(min(int(length), _MAX_BYTES))
         self._refuse(404, _NO_API)
 
     def log_message(self, format: str, *arguments: object) -> None:

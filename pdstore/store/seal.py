@@ -164,8 +164,8 @@ def seal_store(store: Store, settings: Settings) -> Store:
 
 _NAME = "PDSTORE_SEAL_KEY_FILE"
 _MAKE = "(umask 077; openssl rand -hex 32 > seal.key)"
-_MOST_KEYS = 2
-_MOST_BYTES = 4096
+_MAX_KEYS = 2
+_MAX_BYTES = 4096
 _KEY = re.compile("[0-9a-fA-F]{64}")
 
 
@@ -178,7 +178,7 @@ def read_seal_keys(path: Path) -> list[bytes]:
     """
     lines = [line.strip() for line in _text_of(path).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
-    if not 1 <= len(keys) <= _MOST_KEYS:
+    if not 1 <= len(keys) <= _MAX_KEYS:
         raise ConfigError(
             f"{_NAME}: {path} has {len(keys)} keys: write one, or two during a rotation;"
             f" make one with {_MAKE}"
@@ -195,8 +195,8 @@ def _text_of(path: Path) -> str:
     try:
         status = path.stat()
         mode = stat.S_IMODE(status.st_mode)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-            raise ConfigError(f"{_NAME}: {path} is not a file of at most {_MOST_BYTES} bytes")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ConfigError(f"{_NAME}: {path} is not a file of at most {_MAX_BYTES} bytes")
         if mode & 0o077:
             raise ConfigError(f"{_NAME}: other users may read {path} (mode {mode:o}): chmod 600 it")
         data = path.read_bytes()

@@ -24,7 +24,7 @@ _GROWTH = 1.3  # each pause is so many times as long as the pause before
 _LISTEN_S = 0.1  # time limit of one wait for a change; `close` may have to wait for its end
 _SETTLE_S = 0.0005  # one search finds all changes within this time
 _RETRY_S = 1.0  # pause after a wait for a change has raised a StoreError
-_MOST_REST_S = 0.5  # the longest time for which a slow call keeps the next one away
+_MAX_REST_S = 0.5  # the longest time for which a slow call keeps the next one away
 _TOLD_LAST_S = 0.05  # the longest pause if the store tells of changes: it misses other hosts' puts
 
 
@@ -57,7 +57,7 @@ class Pace:
 
     def after(self, took_s: float) -> float:
         """Returns the pause after calls of the store that took so many seconds."""
-        self._idle_until = self._clock() + min((self._share - 1) * took_s, _MOST_REST_S)
+        self._idle_until = self._clock() + min((self._share - 1) * took_s, _MAX_REST_S)
         pause_s = self._pause_s
         self._pause_s = min(pause_s * _GROWTH, self._last_s)
         return max(pause_s, self.blocked_s())

@@ -13,7 +13,7 @@ from pdstore.errors import Reason
 
 log = logging.getLogger(__name__)
 
-_MOST_CHARS = 80
+_MAX_CHARS = 80
 
 
 class Phase(NamedTuple):
@@ -80,7 +80,7 @@ class RequestRecord:
         return fields | {"reason": self.reason.value if self.reason else None}
 
 
-def plain(text: object, most_chars: int = _MOST_CHARS) -> str:
+def plain(text: object, most_chars: int = _MAX_CHARS) -> str:
     """Returns a client's text cut short and without control characters, fit for a log."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most_chars])
 

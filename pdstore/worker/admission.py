@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdstore.store.base import FRESH_S
 
-_MOST_SAMPLES = 2048
-_MOST_PENDING = 64  # calls of `found` that are kept until the next save: the last ones
+_MAX_SAMPLES = 2048
+_MAX_PENDING = 64  # calls of `found` that are kept until the next save: the last ones
 _LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes half a millisecond
 _HORIZON = 64  # a sample that is so many times as old as the pool's oldest value is forgotten
 _PER_OCTAVE = 6
@@ -46,7 +46,7 @@ class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MOST_PENDING)
+        self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MAX_PENDING)
         self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use: time, is a save
         self._names_below = _ALL_NAMES
         # numbers of intervals by age: [0] of all, [1] of those that began with a save;
@@ -69,7 +69,7 @@ class Admission:
             while self._pending:
                 self._use(*self._pending.popleft(), is_save=False)
             self._use(now, names, is_save=True)
-            if len(self._samples) > _MOST_SAMPLES:
+            if len(self._samples) > _MAX_SAMPLES:
                 self._forget(now)
 
     def admits(self, oldest_s: float) -> bool:
@@ -99,7 +99,7 @@ class Admission:
             self._hits[which][age] += hits
             self._ends[which][age] += 1
         self._num_ends += 1
-        if self._num_ends >= _MOST_SAMPLES:  # so older intervals count less
+        if self._num_ends >= _MAX_SAMPLES:  # so older intervals count less
             self._num_ends /= 2
             for counts in (*self._hits, *self._ends):
                 counts[:] = [count / 2 for count in counts]
@@ -121,9 +121,9 @@ class Admission:
             if sample[0] >= since:
                 break
             self._end(now, *self._samples.pop(name))
-        if len(self._samples) < _MOST_SAMPLES // 4:
+        if len(self._samples) < _MAX_SAMPLES // 4:
             self._names_below = min(_ALL_NAMES, 2 * self._names_below)
-        while len(self._samples) > _MOST_SAMPLES:
+        while len(self._samples) > _MAX_SAMPLES:
             self._names_below = below = self._names_below // 2
             kept = self._samples.items()
             self._samples = {n: s for n, s in kept if int.from_bytes(n[:4], "big") < below}

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 MAX_JOBS = 1024
 MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
-_MOST_ASKED = 8  # jobs that wait for the model; each choice asks so many of their events
+_MAX_ASKED = 8  # jobs that wait for the model; each choice asks so many of their events
 _CLOCK_S = 0.1  # jobs whose time is up are ended after so many seconds at the latest
 STOP_S = 1.0
 """Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
@@ -314,7 +314,7 @@ class JobQueue:
         Asks only a few uncomputed jobs: the model computes those first that were made first.
         """
         ready, uncomputed = self._ready[direction], self._uncomputed[direction]
-        for job in uncomputed[:_MOST_ASKED]:
+        for job in uncomputed[:_MAX_ASKED]:
             share = job.peek()
             if isinstance(share, NoShare) or share.is_computed:
                 uncomputed.remove(job)

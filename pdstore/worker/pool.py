@@ -236,7 +236,7 @@ class KVPool:
           plan: from `EngineRequest.plan_load`, as it is.
           block_ids: as in `save`; nothing is loaded for NO_BLOCK.
           ready: an event after which the blocks may be written; None: they may be written after the
-            work queued on the calling thread's current stream; AT_ONCE: now.
+            work queued on the calling thread's current stream; READY_NOW: now.
         """
         keys, first_token, follow = plan.keys, plan.first_token, plan.follow
         first_block = self._first_block(keys, first_token)

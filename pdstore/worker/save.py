@@ -21,7 +21,7 @@ from pdstore.worker.job import Job, Work, WorkerTurn, WorkItem
 from pdstore.worker.mover import Mover
 from pdstore.worker.values import PromptBlocks, bytes_of
 
-_MOST_ROUNDS = 3
+_MAX_ROUNDS = 3
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class SaveWork(Work[_SaveRange]):
         self, turn: WorkerTurn, handoff: HandoffId, shortfall: Shortfall | None
     ) -> Shortfall | None:
         """Saves again the blocks that the store has lost; tells D when the prompt is durable."""
-        for saves_left in reversed(range(_MOST_ROUNDS)):
+        for saves_left in reversed(range(_MAX_ROUNDS)):
             missing = self._first_missing(turn, 0, shortfall)
             if missing is None:
                 return self._mark_stored(turn, handoff)

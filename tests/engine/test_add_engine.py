@@ -22,7 +22,7 @@ PROMPT = list(range(1, 151))
 OTHER = list(range(500, 650))
 CHUNK = 70
 LAYERS, BLOCKS, HEADS, HEAD_DIM = 3, 32, 2, 8
-MOST_LINES = 130
+MAX_LINES = 130
 
 
 def source_of(page):
@@ -188,4 +188,4 @@ def test_a_fault_of_pdstore_costs_hits_only(engine_of):
 
 
 def test_the_adapter_stays_small_enough_to_read():
-    assert len([line for line in source_of(PAGE).splitlines() if line.strip()]) <= MOST_LINES
+    assert len([line for line in source_of(PAGE).splitlines() if line.strip()]) <= MAX_LINES

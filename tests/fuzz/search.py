@@ -15,8 +15,8 @@ from hypothesis.strategies import SearchStrategy
 R = TypeVar("R")
 
 FEW, MANY = 30, 20_000
-MOST_BYTES = 16 << 20
-MOST_S = 10.0
+MAX_BYTES = 16 << 20
+MAX_S = 10.0
 
 num_examples = pytest.mark.parametrize(
     "num_examples",
@@ -33,7 +33,7 @@ def search(num_examples: int, check: Callable[..., None], **strategies: SearchSt
 
     @hypothesis.settings(
         max_examples=num_examples,
-        deadline=timedelta(seconds=MOST_S),
+        deadline=timedelta(seconds=MAX_S),
         database=None,
         derandomize=num_examples <= FEW,
         suppress_health_check=list(hypothesis.HealthCheck),
@@ -63,4 +63,4 @@ def bounded() -> Iterator[None]:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < MOST_BYTES, f"{peak} bytes"
+    assert peak < MAX_BYTES, f"{peak} bytes"

@@ -23,7 +23,7 @@ ENTRIES = ("__init__", "__main__", "main")
 """Modules that only lead to others, and may be short."""
 USUAL_METHODS = {"close", "add", "get", "put", "load", "save", "clear"}
 """Names that say the same wherever they stand. Any other has at most three classes."""
-MOST_CLASSES_OF_A_METHOD = 3
+MAX_CLASSES_OF_A_METHOD = 3
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Class = tuple[str, str]
@@ -216,7 +216,7 @@ def overloaded_methods() -> dict[str, list[str]]:
     return {
         method: sorted(f"{name_of(file)}.{name}" for file, name in contracts)
         for method, contracts in found.items()
-        if len(contracts) > MOST_CLASSES_OF_A_METHOD
+        if len(contracts) > MAX_CLASSES_OF_A_METHOD
     }
 
 

@@ -119,13 +119,13 @@ def parsed_handoffs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return parsed
 
 
-MOST_PATIENCE = 4.0
+MAX_PATIENCE = 4.0
 
 
 def patience() -> float:
     """Returns how many times longer than on an idle machine a wait may take, by the load."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return min(MOST_PATIENCE, max(1.0, load / cores))
+    return min(MAX_PATIENCE, max(1.0, load / cores))
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 10.0, log=lambda: "") -> object:

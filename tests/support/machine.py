@@ -20,7 +20,7 @@ model on one H200, within 5 %."""
 READ_S = TOKEN_BYTES / 4e12
 """Time of a step for each token before those that answers decode in it."""
 STEP_TOKENS, ANSWER_TOKENS = 8192, 32
-MOST_NEW = 256
+MAX_NEW = 256
 """Tokens at the end of a prompt, at most, that nobody has stored."""
 COLD_S = 0.1
 """Time that the loads take longer that begin before any has ended."""
@@ -119,7 +119,7 @@ class Machine:
 
     def _ask(self, number: int, lengths: Sequence[int], counts: bool) -> None:
         num_tokens = self._of_prompts.choice(lengths)
-        found = num_tokens - self._of_prompts.randrange(MOST_NEW)
+        found = num_tokens - self._of_prompts.randrange(MAX_NEW)
         found -= found % 64
         decided = self._times.decide(number, start=0, found=found, num_tokens=num_tokens)
         prompt = Prompt(number, num_tokens, self._now_s, counts)

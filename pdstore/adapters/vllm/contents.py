@@ -27,18 +27,18 @@ from pdstore.threads import Deadline, Worker
 log = logging.getLogger("vllm.pdstore")
 T = TypeVar("T")
 
-MOST_NAMES = 1 << 20
+MAX_NAMES = 1 << 20
 """Names that are remembered, with about 130 bytes each."""
 _WAIT_S = 5.0  # from the moment when vLLM would compute the request
 _FRESH_S = 0.2
-_MOST_ADAPTER_NAMES = 1 << 14
+_MAX_ADAPTER_NAMES = 1 << 14
 _DISTRUSTED = 0
 
 _REASONS = {
     "two": "one name (a client's uuid) stands for two different ones: requests with that name",
     "late": f"their digests took longer than {_WAIT_S:g} s: requests with those",
     "elsewhere": "vLLM does not give pdstore their data: requests with those",
-    "full": f"there were {MOST_NAMES:,} names since the start: requests with new ones",
+    "full": f"there were {MAX_NAMES:,} names since the start: requests with new ones",
 }
 """Ends of a warning about images, sounds and videos."""
 
@@ -82,7 +82,7 @@ class Contents:
         tells_paths_apart: bool = False,
         wait_s: float = _WAIT_S,
         fresh_s: float = _FRESH_S,
-        most_names: int = MOST_NAMES,
+        most_names: int = MAX_NAMES,
         items: ItemDigests | None = None,
     ) -> None:
         self._hashes_items = hashes_items
@@ -90,7 +90,7 @@ class Contents:
         self._wait_s = wait_s
         self._fresh_s = fresh_s
         self._item_names = Names(most_names)
-        self._adapter_names = Names(_MOST_ADAPTER_NAMES)
+        self._adapter_names = Names(_MAX_ADAPTER_NAMES)
         self._items = items or ItemDigests()
         self._adapters = AdapterDigests()
         self._item_thread = _Thread("pdstore-items")

@@ -22,7 +22,7 @@ from pdstore.settings import Settings
 log = logging.getLogger("vllm.pdstore")
 
 _CONFIG = "adapter_config.json"
-_MOST_ADAPTERS = 4096
+_MAX_ADAPTERS = 4096
 
 
 class NotAtHand(Exception):
@@ -150,8 +150,8 @@ class AdapterDigests:
 
     def _read_files(self, path: str, stamps: tuple[Any, ...] | None) -> _Files:
         try:
-            if len(self._read) >= _MOST_ADAPTERS:
-                raise PDStoreError(f"there were {_MOST_ADAPTERS} others since the start")
+            if len(self._read) >= _MAX_ADAPTERS:
+                raise PDStoreError(f"there were {_MAX_ADAPTERS} others since the start")
             digest = adapter_digest(path)
             if stamps is None or _stamps_of(path) != stamps:
                 raise PDStoreError("its files change")

@@ -33,7 +33,7 @@ from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
-from pdstore.worker.swap.base import AT_ONCE
+from pdstore.worker.swap.base import READY_NOW
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -199,7 +199,7 @@ class PDStoreConnectorWorker:
     def begin_loads(self) -> None:
         """Begins all queued loads."""
         queued, self._queued = self._queued, []
-        ready = AT_ONCE if self.loads_at_once else None
+        ready = READY_NOW if self.loads_at_once else None
         for spec in queued:  # all of them are reported, even if starting one fails
             running = self._loads[spec.request_id] = _Running(spec)
             if (plan := spec.plan) is not None and not self._has_weights_of(spec):

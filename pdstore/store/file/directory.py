@@ -30,7 +30,7 @@ from pdstore.store.file.mount import FULL, check_abilities
 
 FAN_OUT = 256
 _POOL_LOCK = "pool.lock"
-_MOST_TERMS = 200
+_MAX_TERMS = 200
 _ABANDONED_NS = 600 * 10**9  # an unfinished value that is older has no writer any more
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _VALUE = re.compile("pds1:.+")
@@ -152,7 +152,7 @@ class PoolDirectory:
     def terms(self) -> str:
         """Returns the terms of the process that scanned last; "" if none has."""
         with contextlib.suppress(OSError), open(f"{self.root}/{_POOL_LOCK}", "rb") as lock:
-            return lock.read(_MOST_TERMS).decode("ascii", "replace")
+            return lock.read(_MAX_TERMS).decode("ascii", "replace")
         return ""
 
     def exchange_terms(self, lock: int, mine: str) -> str:
@@ -161,7 +161,7 @@ class PoolDirectory:
         lock: as `lock` returned it.
         """
         try:
-            theirs = os.pread(lock, _MOST_TERMS, 0).decode("ascii", "replace")
+            theirs = os.pread(lock, _MAX_TERMS, 0).decode("ascii", "replace")
             if theirs != mine:
                 os.ftruncate(lock, os.pwrite(lock, mine.encode("ascii"), 0))
         except OSError:  # on a full disk

@@ -27,7 +27,7 @@ _PATIENCE_S = 0.5  # a put waits so long for another thread's or process's evict
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
-_MOST_OLDEST = 1024
+_MAX_OLDEST = 1024
 _SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
 _EXPECTED = frozenset({0, errno.ENOENT, errno.EBUSY})  # ends of deletions that are no failures
 _ALL = 1 << 62  # more bytes than there are
@@ -271,7 +271,7 @@ class Evictor:
         failed = set(ends) - _EXPECTED
         if failed and used > goal and not freed:
             raise OSError(min(failed), os.strerror(min(failed)))
-        self._oldest = [] if spared else candidates[num_tried : num_tried + _MOST_OLDEST]
+        self._oldest = [] if spared else candidates[num_tried : num_tried + _MAX_OLDEST]
         return used, freed
 
     def _used_at(self, file: StoredFile) -> int:

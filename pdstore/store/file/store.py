@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 DEFAULT_LEASE_S = 10.0
 _WRITABLE = "name a directory that this user may write to"
 _MANY = 64  # a match of so many keys or more is made by the native library
-_MOST_PATHS = 8192
+_MAX_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
 _QUIET_S = 60.0
 _WHY_TWO = ". A directory of one host is another one on the next, and in a container: mount it"
@@ -94,7 +94,7 @@ class FileStore(Store):
         with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
             self._bell = Bell(root, self._directory.clock.now_ns)
-            self._path_of = lru_cache(_MOST_PATHS)(self._directory.path)
+            self._path_of = lru_cache(_MAX_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
         self._mount = mount_of(root)

@@ -31,7 +31,7 @@ SLAB_BYTES = 64 << 10  # bytes; a smaller buffer is not registered
 BOUNCE_BYTES = 64 << 20
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch that has so many bytes and _FEW_KEYS keys is full
-_MOST_KEYS = 2048
+_MAX_KEYS = 2048
 _PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 
 
@@ -135,7 +135,7 @@ class Batches:
         most = self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
-            is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MOST_KEYS)
+            is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MAX_KEYS)
             is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
             if count and (is_full or is_apart or num_bytes + size > most):
                 yield start, i

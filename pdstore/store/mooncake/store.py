@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails later than this has waited for a hung peer
 _WRITER_S = 1.0  # a put waits so long for another writer of the same key
-_MOST_EVICTIONS = 3
-_MOST_BYTES = 4 << 20  # of an HTTP answer; the master's /metrics has a hundredth of that
-_MOST_KEY_BYTES = 1 << 30  # of the list of keys; enough for 14 million keys
+_MAX_EVICTIONS = 3
+_MAX_BYTES = 4 << 20  # of an HTTP answer; the master's /metrics has a hundredth of that
+_MAX_KEY_BYTES = 1 << 30  # of the list of keys; enough for 14 million keys
 _ASKED_AT_ONCE = 64
 _GAUGE = re.compile(r"^(\w+) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)$", re.MULTILINE | re.ASCII)
 
@@ -172,7 +172,7 @@ class MooncakeStore(Store):
         out, because they are missing or not whole.
         """
         self._lifecycle.check()
-        every = self._ask_master("/get_all_keys", _MOST_KEY_BYTES).split()
+        every = self._ask_master("/get_all_keys", _MAX_KEY_BYTES).split()
         keys = [key for key in every if key.startswith(prefix)]
         for start in range(0, len(keys), _ASKED_AT_ONCE):
             names = ",".join(keys[start : start + _ASKED_AT_ONCE])
@@ -300,7 +300,7 @@ class MooncakeStore(Store):
                     return stored
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-            elif num_evictions == _MOST_EVICTIONS:
+            elif num_evictions == _MAX_EVICTIONS:
                 raise StoreFull(f"{what} is evicted as soon as it is put", num_done=stored)
             else:
                 num_evictions += 1
@@ -332,7 +332,7 @@ class MooncakeStore(Store):
         [size] = self._lookup.codes_of(lambda raw: [raw.get_size(key)])
         return size
 
-    def _ask_master(self, path: str, most_bytes: int = _MOST_BYTES) -> str:
+    def _ask_master(self, path: str, most_bytes: int = _MAX_BYTES) -> str:
         """Returns the answer of the master's HTTP server. Raises StoreUnavailable."""
         address = self._config.master_http
         problem = f"more than {most_bytes} bytes"

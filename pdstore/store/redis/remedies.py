@@ -84,7 +84,7 @@ _RAISE = (
     " maxmemory-clients; a proxy has one of its own). Or make values smaller: PDSTORE_BLOCK_TOKENS,"
     " the same for P and D"
 )
-_MOST_WORDS = 200  # characters; redis explains some errors in 900
+_MAX_WORDS = 200  # characters; redis explains some errors in 900
 
 
 def remedy_of(label: str, error: RedisError) -> str:
@@ -126,7 +126,7 @@ def refused_value(label: str, key: object, num_bytes: int, num_done: int) -> Val
 
 def short(words: str) -> str:
     """Returns the first sentences of a server's explanation, at most about 200 characters."""
-    if len(words) <= _MOST_WORDS:
+    if len(words) <= _MAX_WORDS:
         return words
-    sentences, _, _ = words[:_MOST_WORDS].rpartition(". ")
-    return sentences or words[:_MOST_WORDS] + "..."
+    sentences, _, _ = words[:_MAX_WORDS].rpartition(". ")
+    return sentences or words[:_MAX_WORDS] + "..."

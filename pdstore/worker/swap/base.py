@@ -84,7 +84,7 @@ class _Fired:
         return True
 
 
-AT_ONCE: ReadyEvent = _Fired()
+READY_NOW: ReadyEvent = _Fired()
 """An event for `KVPool.load` if no work that is queued on the device uses the blocks."""
 
 

@@ -18,7 +18,7 @@ from tests.adapters.vllm.servers import Server
 from tests.support.kv import eventually
 
 ANSWER_S, IDLE_S = 60.0, 30.0
-MOST_DIFFERENCE = 1e-4  # one wrong token in a V page is 0.05, and leaves the ids as they are
+MAX_DIFFERENCE = 1e-4  # one wrong token in a V page is 0.05, and leaves the ids as they are
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _ENGINES_LABELS = ("engine", "model_name")
 
@@ -40,7 +40,7 @@ class Answer:
         """The same tokens with the same logprobs."""
         assert self.ids == other.ids
         differences = [abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)]
-        assert max(differences) <= MOST_DIFFERENCE, differences
+        assert max(differences) <= MAX_DIFFERENCE, differences
 
 
 def new_prompt(num_tokens: int) -> list[int]:

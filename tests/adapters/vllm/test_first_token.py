@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters.vllm.asking import (
     ANSWER_S,
-    MOST_DIFFERENCE,
+    MAX_DIFFERENCE,
     Since,
     alone,
     ask,
@@ -104,6 +104,6 @@ def test_a_chat_goes_on_behind_p_s_token_in_token_ids(pair, router):
         since = Since(pair.d)
         answer = chat(router, text)
         assert said(answer) == said(expected)
-        assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=MOST_DIFFERENCE)
+        assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=MAX_DIFFERENCE)
         assert since.loaded > 0
     assert num_spliced(router) > before, "every first token was half a character"

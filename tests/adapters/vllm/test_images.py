@@ -11,7 +11,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.adapters.vllm.asking import ANSWER_S, MOST_DIFFERENCE, Since, assert_idle
+from tests.adapters.vllm.asking import ANSWER_S, MAX_DIFFERENCE, Since, assert_idle
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.vllm_vision import IMAGE_TOKENS, PIXELS, make_vision
 
@@ -69,7 +69,7 @@ def logprobs_of(answer: dict[str, Any]) -> list[float]:
 
 def assert_same(answer: dict[str, Any], other: dict[str, Any]) -> None:
     assert answer["choices"][0]["message"] == other["choices"][0]["message"]
-    assert logprobs_of(answer) == pytest.approx(logprobs_of(other), abs=MOST_DIFFERENCE)
+    assert logprobs_of(answer) == pytest.approx(logprobs_of(other), abs=MAX_DIFFERENCE)
 
 
 @pytest.mark.nightly
