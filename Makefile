@@ -50,13 +50,13 @@ demo: $(DEMO_SETUP) ## P and D with a pool between them, checked (ENGINE=mini|vl
 	@PYTHON=$(DEMO_BIN)/python examples/run_pd_storage.sh $(addprefix --store ,$(STORE)) --engine $(ENGINE)
 
 # A test or more of each seam, without servers and models: at most 30 s on two quiet cores.
-QUICK := tests/test_modules.py $(addprefix tests/,format/test_block.py format/test_keys.py native/test_abi.py \
+QUICK_TESTS := tests/test_modules.py $(addprefix tests/,format/test_block.py format/test_keys.py native/test_abi.py \
   native/test_parity.py::test_every_byte_of_pieces_of_every_small_length_is_copied \
   store/arena/test_store.py::TestArenaStore worker/test_pool.py scheduler/test_prefix_cache.py engine/test_request.py \
   adapters/sglang/test_backend.py::test_pages_reach_another_server_through_every_store cli/test_main.py \
-  router/test_exchange.py examples/test_mini_adapter.py::test_d_computes_one_token_and_answers_the_same)
+  router/test_exchange.py examples/test_mini_adapter.py::test_d_computes_one_token_and_answers_the_same[file-qwen3])
 quick: setup ## A test of each seam, in half a minute
-	@$(BIN)/python -m pytest -m 'not nightly and not mooncake' $(QUICK) $(ARGS)
+	@$(BIN)/python -m pytest -m 'not nightly and not mooncake' $(QUICK_TESTS) $(ARGS)
 
 # Whole, it is two processes, since tests often wait.
 APART := tests/examples tests/router tests/deploy tests/benchmarks tests/store/mooncake
