@@ -274,7 +274,7 @@ def _check_contents(store: Store) -> Iterator[Finding]:
     try:
         pool_id = read_pool_id(store).hex()[:8]
         lease = store.lease_s
-        yield info("pool", f"id {pool_id}, the same for P and D; lease {duration(lease)}")
+        yield info("pool", f"id {pool_id}, which P and D must both have; lease {duration(lease)}")
     except PDStoreError as error:
         yield warn("pool", str(error), "see the findings above")
 

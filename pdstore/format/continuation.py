@@ -56,8 +56,8 @@ class Continuation:
     def usable_end(self, tables: BlockTables, end: int, start: int) -> int:
         """Returns the largest number of tokens, up to `end`, after which an engine can go on.
 
-        Of all ends of blocks after `start`, it is one before which the block tables have all needed
-        blocks; else `start`, at which the engine is.
+        An engine can go on at a block's end, if the tables have all blocks that it needs there. If
+        there is no such end after `start`, the result is `start`, where the engine is already.
         """
         for stop in range(end // self.block_tokens, start // self.block_tokens, -1):
             num_tokens = stop * self.block_tokens

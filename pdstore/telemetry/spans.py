@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
 _EXPORT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
-_SILENCE_S = 3600.0
+_SILENCE_S = 3600.0  # between two warnings that spans are not received
 _NS = 1_000_000_000
 _NO_RECEIVER = (404, 405, 501)  # others, as 401, may be a receiver's
 REMEDY = "name an OTLP receiver's URL for HTTP, like http://HOST:4318, or leave it out"
