@@ -11,6 +11,10 @@ samples:
 
     {"store", "mode", "tokens", "exposed_s", "ttft_s", "prefill_s", "d_computed", ...}
 
+NIXL and LMCache, installed beside vLLM, are measured as stores are, in the modes that they know:
+
+    python -m benchmarks.handoff --engine vllm --block 64 --stores shm nixl lmcache --burst 0
+
 Two versions side by side, each with a P and a D of its own, and no other instance:
 
     python3 -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
@@ -34,6 +38,7 @@ from benchmarks.handoff.engines import ENGINES, Setup
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run, measure_floor
+from benchmarks.peers import PEER_MODES, start_service
 from benchmarks.report import machine
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes
@@ -42,6 +47,7 @@ SMALL: dict[str, Any] = {
     **{"stores": ["file"], "tokens": [1024, 4096], "rounds": 3, "layers": 4, "hidden": 256},
     **{"chunk": 512, "burst_tokens": 1024, "pool_size": "1GiB"},
 }
+STORES = "file, shm, redis, mooncake, NAME=URL; with vLLM also nixl, lmcache: others' connectors"
 LARGE: dict[str, Any] = {
     **{"stores": ["file", "shm"], "tokens": [1024, 2048, 8192, 32768, 65536], "rounds": 5},
     **{"layers": 32, "hidden": 4096, "chunk": 8192, "burst_tokens": 8192, "pool_size": "32GiB"},
@@ -106,7 +112,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU; seconds")
     parser.add_argument("--engine", choices=sorted(ENGINES), default="mini")
-    parser.add_argument("--stores", nargs="+", help="file, shm, redis, mooncake, or NAME=URL")
+    parser.add_argument("--stores", nargs="+", help=STORES)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--load", nargs="+", default=["always"], help="PDSTORE_LOAD of the pairs")
@@ -135,6 +141,8 @@ def parse() -> argparse.Namespace:
     given.burst = 0 if given.trees else given.burst
     if given.trees and (given.check or given.control):
         parser.error("--trees goes without --check and --control")
+    if given.engine == "mini" and not PEER_MODES.keys().isdisjoint(given.stores):
+        parser.error(f"--stores: {' and '.join(PEER_MODES)} go with --engine vllm")
     if given.window and given.engine == "mini":
         parser.error("--window goes with --engine vllm: the mini engine stores all tokens")
     return given
@@ -183,7 +191,10 @@ def open_stores(given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, 
         processes = stack.enter_context(Processes())
         for name in given.stores:
             label, has_url, url = name.partition("=")
-            if has_url:
+            if name in PEER_MODES:
+                start_service(name, given.pool_size.removesuffix("GiB"), processes)
+                urls[name] = name
+            elif has_url:
                 urls[label] = url
             elif name == "file":
                 urls[name] = f"file://{scratch}/files?budget={given.pool_size}"

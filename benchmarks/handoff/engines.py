@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
+from benchmarks.peers import PEER_MODES, peer_of
 from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
 from examples.vllm_serve import CPU_ENVIRONMENT
 
@@ -127,6 +128,19 @@ class VllmSetup(Setup):
         }
         self.controls["idle_connector"] = self._start_vllm("idle-connector", arguments, 0)
 
+    def start_pair(self, name: str, url: str, load: str, block: int) -> None:
+        """As above. A peer of pdstore goes by its name, without a URL."""
+        if url not in PEER_MODES:
+            super().start_pair(name, url, load, block)
+            return
+        pair = [self._start_peer(f"{name}-{end}", url, end, block) for end in ("p", "d")]
+        self.pairs[name] = (pair[0], pair[1])
+
+    def _start_peer(self, name: str, peer_name: str, end: str, block: int) -> Instance:
+        peer = peer_of(peer_name, "kv_producer" if end == "p" else "kv_consumer")
+        arguments = self._arguments(block) | {"kv_transfer_config": peer.transfer}
+        return self._start_vllm(name, arguments, int(end == "d"), peer.environment)
+
     def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
         arguments = self._arguments(block)
         if settings:
@@ -141,8 +155,11 @@ class VllmSetup(Setup):
             }
         return self._start_vllm(name, arguments, gpu)
 
-    def _start_vllm(self, name: str, arguments: dict[str, Any], gpu: int) -> Instance:
-        environment = ENVIRONMENT | self._environment(gpu)
+    def _start_vllm(
+        self, name: str, arguments: dict[str, Any], gpu: int, more: Mapping[str, str] | None = None
+    ) -> Instance:
+        """more: of the environment."""
+        environment = ENVIRONMENT | self._environment(gpu) | dict(more or {})
         log = self._scratch / "logs" / f"{name}.log"
         instance = Instance(
             name, VllmInstance, {"arguments": arguments}, environment, log, tree=self.tree

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.handoff.instance import Ask, Instance, Prompt
 from benchmarks.handoff.timeline import now, write_timeline
+from pdstore.router.bodies import REMOTE_DECODE
 
 NUM_DECODED = 8
 MODES = ("relayed", "concurrent", "settled", "computed")
@@ -138,7 +139,7 @@ class Client:
             self._d.stage(prompt)
         began = now()
         for name, prompt in zip(names, prompts, strict=True):
-            self._p.ask(Ask(name, prompt, 1))
+            self._p.ask(Ask(name, prompt, 1, REMOTE_DECODE))
         for name, prompt in zip(names, prompts, strict=True):  # P answers in order
             _, facts = self._p.wait("done", name)
             self._d.ask(Ask(name, prompt, NUM_DECODED, facts["handoff"]))
@@ -167,7 +168,7 @@ class Client:
         if mode == "computed":
             asked = self._d.ask(Ask(name, prompt, NUM_DECODED))
             return asked, asked, asked
-        params: dict[str, Any] | None = None
+        params: dict[str, Any] = REMOTE_DECODE  # as a router asks P, which any connector knows
         if mode == "concurrent":
             params = {"pdstore": {"attempt": secrets.token_hex(16)}}
         sent = self._p.ask(Ask(name, prompt, 1, params))

@@ -6,7 +6,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 
 from benchmarks.handoff.engines import Setup
 from benchmarks.handoff.instance import Instance
-from benchmarks.handoff.measure import Client, Sample, prefill_alone
+from benchmarks.handoff.measure import MODES, Client, Sample, prefill_alone
 from benchmarks.handoff.timeline import now
+from benchmarks.peers import PEER_MODES
 
 _NUM_LEADS = 6  # one of which has to be early, also on a busy machine
 _REST_S = 0.1  # a prompt asked for right behind another instance's took 1 to 5 % longer
@@ -65,7 +66,7 @@ class Run:
         """Records one more hand-off of each store, mode and length."""
         directory.mkdir(parents=True, exist_ok=True)
         for client in self._clients():
-            for mode in self.given.modes:
+            for mode in modes_of(client.store, self.given.modes):
                 for tokens in self.given.tokens if mode != "computed" else ():
                     name = f"{client.store}_{mode}_{tokens}.json"
                     client.timeline(mode, tokens, directory / name)
@@ -93,7 +94,7 @@ class Run:
         asks: list[Callable[[], None]] = [
             partial(self._hand_over, client, mode, tokens)
             for client in clients
-            for mode in self.given.modes
+            for mode in modes_of(client.store, self.given.modes)
         ]
         if self.setup.alone is not None:
             asks.append(partial(self._prefill, self.setup.alone, self.prefills, tokens))
@@ -121,6 +122,12 @@ class Run:
             "ttft_s": handed,
             "alone_ttft_s": alone,
         }
+
+
+def modes_of(pair: str, asked: Sequence[str]) -> list[str]:
+    """Returns the modes that are asked for, as far as a pair has them, by its name."""
+    known = PEER_MODES.get(pair.split()[0], MODES)
+    return [mode for mode in asked if mode in known]
 
 
 def measure_floor() -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.load.client import Mode
 from benchmarks.load.workloads import Sizes
+from benchmarks.peers import LMCACHE_PORTS, Role, listens, lmcache_server, peer_of
 from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
 from examples.demo.client import is_healthy
 from examples.demo.processes import Processes
@@ -21,8 +21,6 @@ from examples.ports import free_ports
 from examples.vllm_serve import CPU_ENVIRONMENT
 
 _CEILING_TOKENS = 600_000
-_LMCACHE_PORTS = (6555, 8095, 9095)
-_NIXL_PORTS = (5600, 5650)
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 _SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 _BLOCK = 64
@@ -81,7 +79,7 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
         "files": Kind([instance(f"{files}?budget={num_bytes}")]),
-        "nixl": Kind([_nixl("kv_producer", 0), _nixl("kv_consumer", 1)], "relayed"),
+        "nixl": Kind([_peer("nixl", "kv_producer"), _peer("nixl", "kv_consumer")], "relayed"),
         "relayed": Kind(pair, "relayed"),
         "concurrent": Kind(pair, "concurrent"),
         "two": Kind([instance(arena)] * 2, router=()),
@@ -94,23 +92,15 @@ def _connector(name: str, role: str = "kv_both", **extra: object) -> Instance:
     return Instance(["--kv-transfer-config", json.dumps(transfer)])
 
 
-def _nixl(role: str, number: int) -> Instance:
-    """P or D, each with a port at which the other asks for its memory."""
-    channel = "VLLM_NIXL_SIDE_CHANNEL"
-    where = {f"{channel}_HOST": "127.0.0.1", f"{channel}_PORT": str(_NIXL_PORTS[number])}
-    return Instance(_connector("NixlConnector", role).options, where)
+def _peer(name: str, role: Role) -> Instance:
+    transfer, environment = peer_of(name, role)
+    return Instance(["--kv-transfer-config", json.dumps(transfer)], environment)
 
 
 def _lmcache(gib: str, instances: int = 1) -> Kind:
-    """LMCache's server as a process of its own, with all its memory taken at the start."""
-    port, http, prometheus = map(str, _LMCACHE_PORTS)
-    server = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
-    server += ["--port", port, "--l1-size-gb", gib, "--eviction-policy", "LRU"]
-    server += ["--no-l1-use-lazy", "--supported-transfer-mode", "lmcache_driven"]
-    server += ["--http-host", "127.0.0.1", "--http-port", http, "--prometheus-port", prometheus]
-    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": int(port)}
-    engine = _connector("LMCacheMPConnector", "kv_both", **extra)
-    return Kind([engine] * instances, service=(server, int(port)))
+    """LMCache's server as a process of its own."""
+    engine = _peer("lmcache", "kv_producer")
+    return Kind([engine] * instances, service=(lmcache_server(gib), LMCACHE_PORTS[0]))
 
 
 class Fleet:
@@ -144,7 +134,7 @@ class Fleet:
         environment = self._environment(tree)
         if kind.service is not None:
             command, port = kind.service
-            is_ready = partial(_listens, port)
+            is_ready = partial(listens, port)
             self._processes.start(f"load-{name}-service", command, is_ready, environment)
             self._processes.wait_ready(within_s, lambda text: None)
         tokens = kind.gpu or self._sizes.gpu
@@ -224,8 +214,3 @@ class Fleet:
         write_tokenizer(self._model)
         shape = LLAMA_8B | (_SMALL if self._is_cpu else {}) | {"vocab_size": vocabulary}
         (self._model / "config.json").write_text(json.dumps(shape))
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0

@@ -11,8 +11,11 @@ import sys
 import pytest
 
 from benchmarks.command import run
+from benchmarks.handoff.__main__ import parse
 from benchmarks.handoff.report import late_stores
+from benchmarks.handoff.run import modes_of
 from benchmarks.handoff.timeline import WATCHED
+from benchmarks.peers import peer_of
 from benchmarks.report import Report
 from tests.support.overload import measure
 
@@ -64,6 +67,28 @@ LEADS = [
 def test_a_store_over_which_no_load_began_early_is_late():
     assert late_stores(LEADS) == ["redis"]
     assert late_stores(LEADS[:1]) == late_stores([]) == []
+
+
+def test_the_mini_engine_has_no_connector_of_a_peer(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["handoff", "--cpu", "--stores", "shm", "lmcache"])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "--engine vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("store", "modes"),
+    [("shm", "relayed concurrent settled"), ("nixl", "relayed"), ("lmcache", "relayed settled")],
+)
+def test_each_store_is_asked_in_the_modes_that_it_has(store, modes):
+    asked = ["relayed", "concurrent", "settled"]
+    assert modes_of(f"{store} 64", asked) == modes.split()
+
+
+def test_the_ends_of_nixl_have_ports_of_their_own():
+    p, d = (peer_of("nixl", role) for role in ("kv_producer", "kv_consumer"))
+    assert p.environment != d.environment
+    assert p.environment.keys() == d.environment.keys()
 
 
 @pytest.mark.nightly
