@@ -24,6 +24,7 @@ _CEILING_TOKENS = 600_000
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 _SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 _BLOCK = 64
+_BYTES_PER_TOKEN = 32 * 8 * 128 * 2 * 2  # layers, heads, width, K and V, bfloat16
 _ROUTER_S = 30.0
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -126,10 +127,8 @@ class Fleet:
         self._processes, self._model, self._sizes = processes, scratch / "model", sizes
         self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
 
-    def start(
-        self, name: str, kind: Kind, tree: Path, within_s: float
-    ) -> tuple[list[str], list[str]]:
-        """Returns the URLs of the engines, and those to ask, once all answer. Raises DemoError."""
+    def start(self, name: str, kind: Kind, tree: Path, within_s: float) -> list[str]:
+        """Returns the URLs of the engines, which do not answer yet. Raises DemoError."""
         self._make_model()
         environment = self._environment(tree)
         if kind.service is not None:
@@ -149,8 +148,12 @@ class Fleet:
                 partial(is_healthy, urls[number]),
                 environment | self._gpu(number) | dict(each.environment),
             )
+        return urls
+
+    def asked(self, kind: Kind, urls: list[str], within_s: float) -> list[str]:
+        """Returns the URLs to ask, once all that was started answers. Raises DemoError."""
         self._processes.wait_ready(within_s, lambda text: None)
-        return urls, self._start_router(urls, kind.router) if kind.router is not None else urls
+        return urls if kind.router is None else self._start_router(urls, kind.router)
 
     def _gpu(self, number: int) -> dict[str, str]:
         chosen = self._gpus[min(number, len(self._gpus) - 1)] if self._gpus else None
@@ -188,7 +191,10 @@ class Fleet:
         command += ["--disable-uvicorn-access-log", "--shutdown-timeout", "5"]
         if self._is_cpu:
             return [*command, "--enforce-eager"]
-        command += ["--gpu-memory-utilization", "0.5", "--attention-backend", "FLASH_ATTN"]
+        # Several instances start on one GPU at once: none may reckon with what is free just now.
+        command += ["--gpu-memory-utilization", "0.05"]
+        command += ["--kv-cache-memory-bytes", str(tokens * _BYTES_PER_TOKEN)]
+        command += ["--attention-backend", "FLASH_ATTN"]
         return [*command, "--compilation-config", json.dumps(_GRAPHS)]
 
     def _mini(self, tokens: int) -> list[str]:

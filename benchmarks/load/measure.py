@@ -107,15 +107,18 @@ def _measure(given: argparse.Namespace, names: list[str], scratch: Path, report:
     with contextlib.ExitStack() as pools, Processes() as processes:
         how = given.engine, given.options, given.gpus
         fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu)
-        servers = []
+        started = []
         for name in names:
             pool = Path(pools.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
             what, *settings = name.split("+")
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT
             kind = kinds(pool, engine, dict(setting.split("=", 1) for setting in settings))[what]
-            urls, asked = fleet.start(name, kind, root, given.start_seconds)
-            servers.append((name, kind.mode, urls, asked))
+            started.append((name, kind, fleet.start(name, kind, root, given.start_seconds)))
+        servers = [
+            (name, kind.mode, urls, fleet.asked(kind, urls, given.start_seconds))
+            for name, kind, urls in started
+        ]
         for number, (what, rate) in enumerate(cells):
             plan = Plan(replace(sizes[what], rate=rate), given.seed + number, given.trace)
             loads = [_Load(*each) for each in servers]
