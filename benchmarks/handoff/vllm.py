@@ -91,6 +91,8 @@ class VllmInstance:
             if not live.times:
                 live.say("first", live.ask.name, now())
             live.times += [now()] * (len(tokens) - len(live.times))
+        if output.finished and not live.times:
+            raise RuntimeError(f"{live.ask.name} ended without a token: its load failed?")
         if output.finished:
             del self._live[output.request_id]
             live.say("done", live.ask.name, self._facts(live, output, tokens))
