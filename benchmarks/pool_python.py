@@ -25,7 +25,8 @@ import torch
 
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report
-from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager
+from pdstore import KVPool, LayerSpec, Layout, PrefixCacheManager, SavePlan
+from pdstore.format.plan import Announcement
 from pdstore.metrics import Metrics
 from pdstore.native.library import load_library
 from pdstore.settings import Settings, read_settings
@@ -124,10 +125,11 @@ class Bench:
         """Saves a prompt as P does: `started`, its blocks, the check, `done`."""
         keys = self.cache.keys([number] * self.num_tokens)
         handoff, _ = self.cache.announce(keys)
-        started = self.pool.start_handoff(handoff, self.num_tokens)
-        saved = self.pool.save(keys, range(self.num_blocks), handoff=handoff)
-        if started.wait(60).reason or saved.wait(60).reason:
-            raise RuntimeError(f"{started.result}, {saved.result}")
+        plan = SavePlan(keys, handoff=handoff, announce=Announcement(handoff, self.num_tokens))
+        save = self.pool.begin_save(plan, range(self.num_blocks))
+        save.layers_done(LAYERS)
+        if save.job.wait(60).reason:
+            raise RuntimeError(f"{save.job.result}")
 
     def load(self, number: int) -> None:
         keys = self.cache.keys([number] * self.num_tokens)

@@ -60,7 +60,8 @@ class SavePlan:
     handoff: publishes the whole prompt under this id: D is told when all of it is durable.
     announce: the hand-off of which D is told, when the save of the first layers begins, that it may
       follow it; None if D was told, or was not asked at the same time as P.
-    is_awaited: True if a hand-off will publish these blocks, so that the save may always evict.
+    is_awaited: True if a hand-off will publish these blocks, so that the save may always evict. A
+      plan with `handoff` need not say it.
     first_save: the prompt's first save; None: not known, so blocks that D has read are leased
       again, and the admission takes the save for a later one of its prompt.
     """
@@ -71,6 +72,11 @@ class SavePlan:
     announce: Announcement | None = None
     is_awaited: bool = False
     first_save: PromptSave | None = None
+
+    @property
+    def is_handed_off(self) -> bool:
+        """True if a hand-off publishes these blocks, with this save or with a later one."""
+        return self.is_awaited or self.handoff is not None
 
     @property
     def first_read(self) -> int:

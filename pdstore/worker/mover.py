@@ -9,6 +9,7 @@ from pdstore.errors import Cause, ConfigError, Reason, reasons_with
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
+from pdstore.format.plan import SavePlan
 from pdstore.format.values import Values
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
@@ -44,6 +45,10 @@ class Mover:
         self._finder = context.store.optional(FindsKeys)
         self._renewer = context.store.optional(RenewsUnread)
         self.admission = admission if self.by_use is not None else None
+
+    def is_awaited(self, plan: SavePlan) -> bool:
+        """True if another instance waits for what a save stores, so that it may always evict."""
+        return plan.is_handed_off or self.admission is None
 
     def num_matched(
         self,

@@ -174,21 +174,20 @@ class KVPool:
         first_block = self._first_block(keys, plan.first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
         tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
-        is_handed_off = plan.is_awaited or handoff is not None
-        is_awaited = is_handed_off or self._mover.admission is None
+        is_awaited = self._mover.is_awaited(plan)
         asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
         if announce is None and handoff is not None and handoff.is_doubtful:
             announce = Announcement(handoff, keys.num_tokens)
         if announce is not None:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(announce.handoff)
-        work = SaveWork(self._mover, prompt, first_block, handoff, is_awaited, plan.first_save)
+        work = SaveWork(self._mover, prompt, plan)
         job = Job(
             Direction.SAVE,
             work,
             num_bytes=bytes_of(self.layout, keys, first_block),
             seconds=self._settings.deadline_s + bytes_of(self.layout, keys, first) / _BYTES_PER_S,
-            urgency=Urgency.HANDOFF if is_handed_off else Urgency.ORDINARY,
+            urgency=Urgency.HANDOFF if plan.is_handed_off else Urgency.ORDINARY,
         )
         if not self._queue.is_in_child:
             self._saves.add(job)
@@ -268,15 +267,6 @@ class KVPool:
             wake = partial(self._queue.wake, job)
             self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
         return job
-
-    def start_handoff(self, handoff: HandoffId, num_tokens: int) -> Job:
-        """Tells D that P has begun to save the blocks of this hand-off, so that D may follow it.
-
-        `begin_save` does it for a plan with `announce`; P calls this only to tell D earlier.
-        num_tokens: the whole prompt's tokens.
-        """
-        self._heartbeat.begin_beats(handoff)
-        return self._put_started(Announcement(handoff, num_tokens))
 
     def abort_handoff(self, handoff: HandoffId) -> Job:
         """Tells D not to wait for this hand-off, because P's request was aborted.

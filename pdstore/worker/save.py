@@ -13,7 +13,7 @@ from pdstore.errors import JobResult, Reason, SaveFailed, Severity, StoreError, 
 from pdstore.format import block
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey
-from pdstore.format.plan import PromptSave
+from pdstore.format.plan import SavePlan
 from pdstore.format.values import BlockRange, Values
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
 from pdstore.threads import Deadline
@@ -40,25 +40,25 @@ class SaveWork(Work[_SaveRange]):
     only its own blocks at the end. A save with a hand-off matches the whole prompt at the end,
     saves again what the store lost meanwhile, and then tells D.
 
-    first_block: the blocks before it are stored already, or are being saved.
-    handoff: publishes the whole prompt under this id.
-    is_awaited: True if another instance waits for the blocks, so that the save may always evict.
-    first_save: as in `SavePlan`.
+    prompt: the blocks of `plan.keys`.
     """
 
     mover: Mover
     prompt: PromptBlocks
-    first_block: int
-    handoff: HandoffId | None = None
-    is_awaited: bool = False
-    first_save: PromptSave | None = None
-    _planned: tuple[int, bool] | None = field(default=None, init=False)
+    plan: SavePlan
+    _decided: tuple[int, bool] | None = field(default=None, init=False)
     _is_closed: bool = field(default=False, init=False)  # True: all blocks are released
     _num_copying: int = field(default=0, init=False)  # released and not copied yet
     _ready: ReadyEvent | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._at_once = self.mover.transfer.split.at_once
+        self._is_awaited = self.mover.is_awaited(self.plan)
+
+    @property
+    def first_block(self) -> int:
+        """The blocks before it are stored already, or are being saved."""
+        return self.plan.first_token // self.prompt.layout.block_tokens
 
     def release(
         self,
@@ -76,14 +76,14 @@ class SaveWork(Work[_SaveRange]):
             self._waiting += [_SaveRange(blocks, layer_range, ready=ready) for blocks in ranges]
 
     def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
-        if self.handoff is not None:
-            return self._publish(turn, self.handoff, shortfall)
+        if self.plan.handoff is not None:
+            return self._publish(turn, self.plan.handoff, shortfall)
         turn.set_captured()
         missing = self._first_missing(turn, self.first_block, shortfall)
         return None if missing is None else shortfall or Shortfall(Reason.LOST)
 
     def _move(self, items: Sequence[_SaveRange], turn: WorkerTurn) -> Reason | None:
-        first, is_admitted = self._plan(turn)
+        first, is_admitted = self._decide(turn)
         if not is_admitted:
             return Reason.NOT_ADMITTED
         moves = []
@@ -98,20 +98,23 @@ class SaveWork(Work[_SaveRange]):
         if not moves:
             return None
         reason = self.mover.transfer.save(turn, moves, partial(self._note_copied, turn))
-        if reason is None and self.handoff is not None:
+        if reason is None and self.plan.handoff is not None:
             for move in moves:  # because D loads them later
                 self._num_leased(turn, move.values)
         return reason
 
-    def _plan(self, turn: WorkerTurn) -> tuple[int, bool]:
-        """Returns the first block to save, and whether the save may evict, for all shares."""
-        if self._planned is None:
-            first = self._first_not_stored(turn) if self.handoff is None else self.first_block
+    def _decide(self, turn: WorkerTurn) -> tuple[int, bool]:
+        """Decides which block is the first to save, and whether the save may evict.
+
+        The first share decides for all.
+        """
+        if self._decided is None:
+            first = self._first_not_stored(turn) if self.plan.handoff is None else self.first_block
             is_done = first == len(self.prompt.keys)
-            planned = first, self.is_awaited or is_done or self._is_worth_it(turn, first)
+            decided = first, self._is_awaited or is_done or self._is_worth_it(turn, first)
             with self.lock:
-                self._planned = self._planned or planned
-        return self._planned
+                self._decided = self._decided or decided
+        return self._decided
 
     def _first_not_stored(self, turn: WorkerTurn) -> int:
         """Matches the save's blocks, and tells the admission that they are used."""
@@ -127,7 +130,7 @@ class SaveWork(Work[_SaveRange]):
     def _makes_room(self, turn: WorkerTurn, error: StoreError) -> bool:
         """Makes a full store evict, even leased values, for what it lacks of an awaited prompt."""
         by_use, values = self.mover.by_use, self.prompt.values_from(0)
-        if by_use is None or not isinstance(error, StoreFull) or not self.is_awaited:
+        if by_use is None or not isinstance(error, StoreFull) or not self._is_awaited:
             return False
         with turn.in_store_call():
             return by_use.make_room(values.keys, values.sizes)
@@ -148,22 +151,22 @@ class SaveWork(Work[_SaveRange]):
     def _is_first(self) -> bool:
         """True for a prompt's first save: others have saved the blocks before it, or save them."""
         size = self.prompt.layout.block_tokens
-        first = self.first_save
+        first = self.plan.first_save
         return first is not None and first.first_token // size == self.first_block
 
     def _num_leased(self, turn: WorkerTurn, values: Values) -> int:
         """Returns how many leading values are stored; leases what D has not read yet."""
-        if self.first_save is None:
+        if self.plan.first_save is None:
             return self.mover.num_matched(turn, values.keys)
-        first_block = self.first_save.first_token // self.prompt.layout.block_tokens
+        first_block = self.plan.first_save.first_token // self.prompt.layout.block_tokens
         first = bisect_left(values.numbers, first_block)
-        return self.mover.num_matched(turn, values.keys, (first, self.first_save.began))
+        return self.mover.num_matched(turn, values.keys, (first, self.plan.first_save.began))
 
     def _note_copied(self, turn: WorkerTurn) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""
         with self.lock:
             self._num_copying -= 1
-            is_captured = self._is_closed and not self._num_copying and self.handoff is None
+            is_captured = self._is_closed and not self._num_copying and self.plan.handoff is None
         if is_captured:
             turn.set_captured()
 
@@ -205,7 +208,7 @@ class SaveWork(Work[_SaveRange]):
         """
         values, keys = self.prompt.values_from(first_block), self.prompt.keys
         try:
-            if self.is_awaited:
+            if self._is_awaited:
                 stored = self._num_leased(turn, values)
             else:
                 stored = self.mover.num_stored(turn, values.keys)

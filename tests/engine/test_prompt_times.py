@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore import EngineRequest, PromptTimes
+from pdstore import EngineRequest, PromptTimes, SavePlan
+from pdstore.format.plan import Announcement
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
@@ -69,7 +70,9 @@ def test_prompts_that_run_together_share_the_time(clock, decided):
 def test_auto_loads_what_d_follows_whatever_it_costs(instance, load, end):
     p, d = instance(), instance()
     handoff, params = p.cache.announce(p.cache.keys(TOKENS))
-    p.pool.start_handoff(handoff, len(TOKENS))
+    first = SavePlan(p.cache.keys(TOKENS[:64]), announce=Announcement(handoff, len(TOKENS)))
+    p.pool.begin_save(first, range(4)).layers_done(len(p.layout.held_layers))
+    eventually(lambda: p.store.match([handoff.started(p.namespace)]))
     keys, times = d.cache.keys(TOKENS), PromptTimes("never", 64)
     request = EngineRequest(d.cache, settings_of(load=load), keys, params, prompt_times=times)
     eventually(request.poll)

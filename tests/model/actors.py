@@ -24,6 +24,7 @@ from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
 from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.plan import SavePlan
 from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
 from pdstore.scheduler.lookup import Lookup, Match, find
@@ -236,7 +237,7 @@ class Actors:
         if number == 0 and not self.shape.relayed:
             started = self._handoff.started_marker(self.namespace, self.namespace.num_shards, 0)
             self._mark(mover, self._started, started)
-        work = SaveWork(mover, self._prompt(rank), 0, self._handoff)
+        work = SaveWork(mover, self._prompt(rank), SavePlan(self.keys, handoff=self._handoff))
         job = Job(Direction.SAVE, work, num_bytes=1, seconds=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):

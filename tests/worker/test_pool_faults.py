@@ -13,8 +13,9 @@ from collections import Counter, deque
 
 import pytest
 
-from pdstore import KVPool, Layout
+from pdstore import KVPool, Layout, SavePlan
 from pdstore.errors import ConfigError, PoolClosed, Reason, StoreUnavailable
+from pdstore.format.plan import Announcement
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import start_background
@@ -64,8 +65,10 @@ def test_nothing_grows_with_requests(instance):
             tokens = [n, *range(100)]
             handoff, params = p.cache.announce(p.cache.keys(tokens))
             keys = d.cache.keys(tokens)
-            p.pool.start_handoff(handoff, len(tokens))
-            saved = p.pool.save(keys, range(7), handoff=handoff)
+            announce = Announcement(handoff, len(tokens))
+            save = p.pool.begin_save(SavePlan(keys, handoff=handoff, announce=announce), range(7))
+            save.layers_done(len(p.layout.held_layers))
+            saved = save.job
             loaded = d.pool.load(keys, D_BLOCKS, follow=handoff)
             (saved if n % 3 else loaded).cancel()
             unknown = {"pdstore": {"attempt": f"{n:032x}"}}
