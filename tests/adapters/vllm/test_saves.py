@@ -11,7 +11,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
-from pdstore.adapters.vllm.scheduler import Saves
+from pdstore.adapters.vllm.saves import Saves
 from pdstore.engine.request import EngineRequest
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.plan import SavePlan
