@@ -6,6 +6,7 @@
     + NativeError                     the native library is missing or cannot be built or loaded
   x LayoutError (ValueError)          KV tensors, block ids or token counts do not fit the layout
   x DeviceError (RuntimeError)        a thread could not be put on its device
+  x IllegalCall (RuntimeError)        an engine calls `EngineRequest` in a wrong order
   x SwapError (RuntimeError)          a block copy failed, or host memory could not be pinned
   x StoreError                        the store failed; a missing block raises no exception
     + StoreUnavailable (ConnectionError)
@@ -55,6 +56,17 @@ class LayoutError(PDStoreError, ValueError):
 
 class DeviceError(PDStoreError, RuntimeError):
     """A thread could not be put on its device, so nothing ran there."""
+
+
+class IllegalCall(PDStoreError, RuntimeError):
+    """The request's phase does not allow the call; the message says which calls it allows.
+
+    This is a defect of the engine or of its adapter. The call has changed nothing.
+    """
+
+    def __init__(self, message: str, request_id: str = "") -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class SwapError(PDStoreError, RuntimeError):

@@ -1,6 +1,7 @@
 """The public names of the package `pdstore`."""
 
 from pdstore.async_runner import AsyncRunner
+from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest, JobEnd
 from pdstore.engine.self_test import self_test
@@ -8,6 +9,7 @@ from pdstore.errors import (
     ConfigError,
     DeviceError,
     Direction,
+    IllegalCall,
     JobError,
     JobResult,
     LayoutError,
@@ -51,6 +53,7 @@ __all__ = [
     "EngineRequest",
     "Handoff",
     "HandoffId",
+    "IllegalCall",
     "Job",
     "JobEnd",
     "JobError",
@@ -74,6 +77,7 @@ __all__ = [
     "Reason",
     "Records",
     "Reporting",
+    "RequestPhase",
     "SaveFailed",
     "SavePlan",
     "Settings",

@@ -263,6 +263,8 @@ class Adapter:
     def _degrading(self, request: Request) -> Iterator[None]:
         try:
             yield
+        except pdstore.IllegalCall:  # a defect of this engine
+            raise
         except Exception:  # the border with pdstore: a fault is a miss
             log.exception("pdstore failed for a request, which goes on without it")
             self._metrics.miss(pdstore.Reason.FAULT)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pdstore.engine.phase import RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
 from pdstore.format.keys import Json, PromptKeys
@@ -22,6 +23,9 @@ from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.telemetry.request_record import RequestTimer
 from pdstore.worker.job import Job
+
+_PROMPT_GIVEN = {RequestPhase.PREFILLED, RequestPhase.ANSWERING}
+"""The model was given all of the prompt, maybe before it was preempted."""
 
 
 class Interval(NamedTuple):
@@ -81,6 +85,9 @@ class JobEnd:
 class EngineRequest:
     """One request's use of the pool. Only the scheduler's thread calls it.
 
+    Its `phase` says which calls are legal (`pdstore.engine.phase.LEGAL`); any other call raises
+    IllegalCall and changes nothing.
+
     Each plan becomes one job on each rank, and `Records.job_ended` gets the end of every job.
 
     id, traceparent: the request's id and trace context, for its record.
@@ -135,8 +142,7 @@ class EngineRequest:
         self._load: LoadPlan | None = None  # the load that runs
         self._num_earlier_ends = 0
         self._shortfall: Reason | None = None
-        self._is_fed = False  # the whole prompt was given to the model
-        self._is_answering = False
+        self._phase = RequestPhase.LOOKUP if self.may_load else RequestPhase.FOUND  # but for loads
         self._has_left = False
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, asked)
@@ -150,15 +156,24 @@ class EngineRequest:
             self.timer.begin("wait")
             self._lookup = find(self.keys, TransferParams() if is_prefill else asked)
 
+    @property
+    def phase(self) -> RequestPhase:
+        """Where the request stands."""
+        if self._load is None:
+            return self._phase
+        return RequestPhase.LOADING if self.is_loading else RequestPhase.LOADED
+
     def poll(self, wait_s: float = 0.0) -> bool:
         """Returns whether the lookup has ended. The first call may wait for it, up to `wait_s`."""
-        if self._lookup is None or self.found is not None:
+        self._check("poll")
+        if self._lookup is None or self._phase is not RequestPhase.LOOKUP:
             return True
         with contextlib.suppress(TimeoutError):
             self.found = self._lookup.wait(wait_s if self._may_wait else 0.0)
         self._may_wait = False
         if self.found is None:
             return False
+        self._phase = RequestPhase.FOUND
         self.timer.end("wait")
         if self.handoff is None and self.found.follow is None:  # also what the engine has anyway
             self.num_saved = self.found.num_tokens
@@ -167,10 +182,10 @@ class EngineRequest:
     def find(self, num_present: int, num_tokens: int) -> int:
         """Returns how many leading tokens the engine can have after a load.
 
-        Call it after `poll` has returned True.
         num_present: leading tokens that the engine has now; also the result if no load is worth it.
         num_tokens: tokens of the prompt; for a preempted request, of the prompt and the answer.
         """
+        self._check("find")
         self.num_present = num_present
         if self.found is None or not self.may_load or num_present >= num_tokens - 1:
             return num_present  # the last token is computed anyway
@@ -182,7 +197,7 @@ class EngineRequest:
         self.decision = self.prompt_times.decide(
             self, start=num_present, found=end, num_tokens=num_tokens
         )
-        if self._is_fed:  # preempted: nobody reports the end of its second prefill
+        if self._phase in _PROMPT_GIVEN:  # preempted: nobody reports the end of its second prefill
             self.prompt_times.forget(self)
         return self.decision.num_tokens
 
@@ -192,7 +207,8 @@ class EngineRequest:
         end: leading tokens that the engine relies on: what `find` returned, or fewer.
         room: tokens that fit into the engine blocks of the request.
         """
-        assert self.found is not None, "poll has not seen the match"
+        self._check("plan_load")
+        assert self.found is not None, "find has offered nothing"
         keys = self.found.keys
         if end < self._num_usable or keys.num_tokens > room:
             keys = keys.prefix(end)
@@ -209,8 +225,10 @@ class EngineRequest:
     def end_load(self) -> int:
         """Ends the load after all ranks' jobs have ended; returns how many tokens are present.
 
-        After a load that fell short, the request does not load again.
+        After a load that fell short, the request does not load again. If no load was planned, or it
+        was given up, nothing ends.
         """
+        self._check("end_load")
         plan = self._load
         self._load = None
         if plan is None:
@@ -225,13 +243,22 @@ class EngineRequest:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
-        if not self._is_fed:  # if it was preempted, its client has a first token already
+        if (
+            self._phase not in _PROMPT_GIVEN
+        ):  # if it was preempted, its client has a first token already
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
         return num_loaded
 
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
-        """Gives up loads for this request, because something failed."""
+        """Gives up the lookup and the loads of this request, because something failed.
+
+        The engine may compute at once; it need not wait for a lookup or a load that still runs.
+        """
+        if self._lookup is not None and self._phase is RequestPhase.LOOKUP:
+            self._lookup.cancel()
+            self.timer.end("wait")
+            self._phase = RequestPhase.FOUND
         if self.prompt_times is not None:
             self.prompt_times.load_ended(self, self.num_present, 0.0)
         self.may_load = False
@@ -243,6 +270,7 @@ class EngineRequest:
 
         An adapter calls it if the request's KV may not be what its keys name.
         """
+        self._check("leave_pool")
         self._has_left = True
         self.give_up(Reason.NAMESPACE)
 
@@ -262,31 +290,41 @@ class EngineRequest:
 
     def begin_step(self, start: int, stop: int) -> None:
         """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
+        self._check("begin_step")
         end = self.keys.num_tokens
-        if self._is_fed or start >= end:
+        if self._phase in _PROMPT_GIVEN:
+            return
+        self._phase = RequestPhase.PREFILLED if stop >= end else RequestPhase.PREFILLING
+        if start >= end:
             return
         self.timer.begin("compute")
         self.num_fed += min(stop, end) - start
-        self._is_fed = stop >= end
         if self.prompt_times is not None:
             self.prompt_times.begin_step(self, start, min(stop, end))
 
     def end_prompt(self) -> None:
-        """Ends the phase "compute"; called when the answer has its first token.
+        """Notes that the answer has its first token.
 
         A second call does nothing. An adapter calls it for a step's requests before the next step.
         """
-        if not self._is_answering:
-            self._is_answering = True
-            self.timer.end("compute")
-            if self.prompt_times is not None:
-                self.prompt_times.end_prompt(self)
+        self._check("end_prompt")
+        before, self._phase = self._phase, RequestPhase.ANSWERING
+        if before is RequestPhase.ANSWERING:
+            return
+        self.timer.end("compute")
+        if self.prompt_times is None:
+            return
+        if before is RequestPhase.FOUND:  # an earlier use of the pool had the prompt's steps
+            self.prompt_times.forget(self)
+        else:
+            self.prompt_times.end_prompt(self)
 
     def plan_save(self, start: int, stop: int) -> SavePlan | None:
         """Returns the plan of the save of what a step computes of the prompt, or None.
 
         start, stop: as `begin_step` takes them.
         """
+        self._check("plan_save")
         if not self._is_prompt_pending:
             return None
         if self.handoff is not None and not self.num_saved:
@@ -300,6 +338,7 @@ class EngineRequest:
         stop: leading tokens of prompt and answer whose KV is computed, so without the last one.
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
+        self._check("plan_answer_save")
         end = stop - stop % self.keys.block_tokens
         if self._load or self._shortfall or not self.settings.save_decoded or end <= self.num_saved:
             return None  # an engine may count tokens as computed that a load should have brought
@@ -309,17 +348,21 @@ class EngineRequest:
 
     def end(self) -> HandoffId | None:
         """Ends the request; returns a hand-off that no save publishes: the caller must abort it."""
+        self._check("end")
         if self.prompt_times is not None:
             self.prompt_times.forget(self)
         if self._lookup is not None:
             self._lookup.cancel()
-        self.end_prompt()
+        if self._phase is not RequestPhase.ANSWERING:
+            self.timer.end("compute")
+        self._phase = RequestPhase.ENDED
+        self._load = None
         return None if self.is_published else self.handoff
 
     @property
     def is_settled(self) -> bool:
         """True if steps save nothing more; then an adapter need not call `begin_step`."""
-        return self._is_answering and not self._is_prompt_pending
+        return self._phase is RequestPhase.ANSWERING and not self._is_prompt_pending
 
     @property
     def answer(self) -> dict[str, Json]:
@@ -345,6 +388,9 @@ class EngineRequest:
         """The tokens of the prompt to save. Without a hand-off, a longer prompt needs no tail."""
         end = self.keys.num_tokens
         return end if self.handoff is not None else end - end % self.keys.block_tokens
+
+    def _check(self, call: str) -> None:
+        check_call(call, self.phase, self.id)
 
     def _load_ends(self) -> list[JobEnd]:
         new = self.ends[self._num_earlier_ends :]

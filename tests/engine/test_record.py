@@ -19,7 +19,7 @@ from pdstore.telemetry.request_record import Journal
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
-from tests.support.kv import LAYERS, settings_of
+from tests.support.kv import LAYERS, eventually, settings_of
 
 NUM_TOKENS = 100
 
@@ -67,6 +67,7 @@ def report(records, request, *ends):
 def test_a_record_waits_for_the_saves_of_every_rank(records, journal, request_of):
     handoff = HandoffId.new()
     request = request_of(4, handoff=handoff)
+    eventually(request.poll)
     request.begin_step(0, 64)
     request.begin_step(64, 128)
     report(records, request, *(ended(Direction.SAVE, n, number=0) for n in (64, 48)))

@@ -185,9 +185,12 @@ def test_a_decode_instance_saves_no_prompt(request_of):
 
 
 def test_an_answer_is_not_saved_behind_a_load_that_fell_short(instance_, request_of):
-    assert request_of(save_decoded=False).plan_answer_save(400, TOKENS) is None
+    whole = request_of(save_decoded=False)
+    compute(whole, 300)
+    assert whole.plan_answer_save(400, TOKENS) is None, "answers are not saved"
     saved(instance_)
     request = request_of(may_load=True)
+    eventually(request.poll)
     compute(request, 300)
     loaded(request)  # it was preempted, and loads again
     assert request.plan_answer_save(400, TOKENS) is None, "it still loads"

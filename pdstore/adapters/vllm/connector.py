@@ -22,7 +22,7 @@ from pdstore.adapters.vllm.plugin import (
 )
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-from pdstore.errors import Reason
+from pdstore.errors import IllegalCall, Reason
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -98,6 +98,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def count_fault(self, hook: str) -> None:
         """Logs the exception that is being handled, and counts a miss."""
+        error = sys.exc_info()[1]
+        if isinstance(error, IllegalCall):
+            self.scheduler.bypass(error)
+            return
         log.exception("pdstore failed in %s; the engine continues", hook)
         self.metrics.miss(Reason.FAULT)
 

@@ -7,9 +7,10 @@ steps ask again. The workers get their loads and saves in the metadata of a step
 # Decision: docs/decisions/032-vllm-failed-loads.md
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,10 @@ from pdstore.adapters.vllm.messages import (
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.adapters.vllm.stats import WorkerMetrics
 from pdstore.adapters.vllm.weights import KnownWeights
+from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest
+from pdstore.errors import Direction, IllegalCall, Reason
 from pdstore.format.continuation import BlockTables
 from pdstore.format.handoff import HandoffId, TransferParams
 from pdstore.format.keys import Json
@@ -208,11 +211,13 @@ class PDStoreConnectorScheduler:
         ]
         for request, state, _ in scheduled:
             if request.num_output_tokens:
-                state.end_prompt()
+                with self._bypassing_if_illegal():
+                    state.end_prompt()
         for request, state, num_tokens in scheduled:
             start = request.num_computed_tokens
-            state.begin_step(start, start + num_tokens)
-            metadata.saves += self.saves.plan(state, request, num_tokens)
+            with self._bypassing_if_illegal():
+                state.begin_step(start, start + num_tokens)
+                metadata.saves += self.saves.plan(state, request, num_tokens)
         self._unsettled -= {state.id for _, state, _ in scheduled if state.is_settled}
 
     def report(self, report: StepReport) -> None:
@@ -227,7 +232,7 @@ class PDStoreConnectorScheduler:
             state = known[1] if known else self._records.ended_request(end.request_id)
             if state is not None:
                 self._records.job_ended(state, end)
-                if known and not state.is_loading:
+                if known and end.direction is Direction.LOAD and not state.is_loading:
                     state.end_load()
 
     def finish_request(self, request: Any, block_ids: BlockTables = ()) -> dict[str, Json] | None:
@@ -240,18 +245,28 @@ class PDStoreConnectorScheduler:
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
-        if request.num_output_tokens:
+        if request.num_output_tokens and state.phase is not RequestPhase.LOOKUP:
             state.end_prompt()
             stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last has no KV
             plan = state.plan_answer_save(stop, request.all_token_ids)
             self._answers += self.saves.held(request_id, plan, block_ids)
-        aborted = state.end()
-        self._records.end_request(state)
-        if aborted is not None:
-            self._aborted.append(aborted)
+        if not self._end(state):
             return None
         decided: dict[str, Json] = {"pdstore_decision": state.decided} if state.decided else {}
         return {**state.answer, **decided} or None
+
+    def bypass(self, error: IllegalCall) -> None:
+        """Ends a request's use of the pool, because vLLM called in an order that pdstore rejects.
+
+        Its running loads and saves go on, and are reported to vLLM as usual.
+        """
+        if (known := self._requests.pop(error.request_id, None)) is None:
+            return
+        log.exception("request %s bypasses the pool", error.request_id, exc_info=error)
+        self.metrics.miss(Reason.FAULT)
+        self._unsettled.discard(error.request_id)
+        self._bypassing.add(error.request_id)
+        self._end(known[1])
 
     @property
     def is_at_work(self) -> bool:
@@ -272,6 +287,22 @@ class PDStoreConnectorScheduler:
         for each in (self._cache, self._reporting):
             if each is not None:
                 each.close()
+
+    @contextlib.contextmanager
+    def _bypassing_if_illegal(self) -> Iterator[None]:
+        """Makes an illegal call for one request in here cost no other request anything."""
+        try:
+            yield
+        except IllegalCall as error:
+            self.bypass(error)
+
+    def _end(self, state: EngineRequest) -> bool:
+        """Ends a request's state; returns False if that aborts its hand-off."""
+        aborted = state.end()
+        self._records.end_request(state)
+        if aborted is not None:
+            self._aborted.append(aborted)
+        return aborted is None
 
     def _content_of(self, request: Any) -> Content:
         """Returns the digests of a request that vLLM would compute now, if they are known.

@@ -45,7 +45,12 @@ def scheduler_of(url, closed_after):
 
 
 def step(scheduler, asked, num_tokens):
-    """The metadata of a step that computes tokens of a request."""
+    """The metadata of a step that computes tokens of a request.
+
+    Before it, vLLM asks what it can load of a request that has no KV.
+    """
+    if not asked.num_computed_tokens:
+        found(scheduler, asked)
     output = SimpleNamespace(
         num_scheduled_tokens={asked.request_id: num_tokens},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
