@@ -94,7 +94,7 @@ class HandoffWait(Waiter):
             signs.append(self._started)
         return [*self._done[: self._num_asked], *signs, *self._pulse.ring]
 
-    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
+    def on_search(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Ends the lookup if there is a verdict; else returns the seconds until the next call."""
         verdict = self._judge(stored, asked_at)
         if verdict is not None:
@@ -104,7 +104,7 @@ class HandoffWait(Waiter):
             return _SOON_S
         return min(_PAUSE_S, self.lookup.marker_deadline.remaining_s())
 
-    def look_failed(self, error: Exception) -> float | None:
+    def on_search_error(self, error: Exception) -> float | None:
         """Ends the lookup with the store's error."""
         self._end(self, error)
         return None
@@ -169,7 +169,7 @@ class HandoffWatch:
         self._find = find
         self._is_elsewhere = is_elsewhere
         self._patience_s = patience_s
-        self._watch = KeyWatch(store, name="pdstore-handoffs", patience_s=patience_s)
+        self._watch = KeyWatch(store, name="pdstore-handoffs", timeout_s=patience_s)
 
     def add(self, lookup: Lookup) -> None:
         """Adds a lookup with a hand-off. Any thread may call it."""

@@ -149,11 +149,11 @@ class Follow(Waiter):
         return self.job.done or not self._work.is_open
 
     def wanted(self) -> list[BlockKey]:
-        """Returns the keys to search for; if one of them appears, the watch calls `look_ended`."""
+        """Returns the keys to search for; if one of them appears, the watch calls `on_search`."""
         probed = [key for lane in self._lanes if (key := lane.probe_key) is not None]
         return [self._failed, *self._done, *probed, *self._pulse.ring]
 
-    def look_ended(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
+    def on_search(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""
         if self.is_over:
             return None
@@ -169,7 +169,7 @@ class Follow(Waiter):
             self._wake()
         return None if self.is_over else _PAUSE_S
 
-    def look_failed(self, error: Exception) -> float | None:
+    def on_search_error(self, error: Exception) -> float | None:
         """Ends the load if the search timed out; ignores another error, as the watch goes on."""
         if isinstance(error, StoreTimeout) and self._work.is_open:
             self._work.close(Reason.STORE_SLOW)  # one such wait is enough for a request

@@ -188,7 +188,7 @@ class Steps:
         if step == 0:
             self._is_used = True
             with contextlib.suppress(StoreError):
-                self._follow.look_ended(set(looked.found), self._clock.now)
+                self._follow.on_search(set(looked.found), self._clock.now)
 
 
 class Actors:
@@ -281,7 +281,7 @@ class Actors:
             while not (verdicts or watch.is_late):
                 wanted = wait.wanted()
                 for stored in watch.looks(wanted):
-                    wait.look_ended(stored, watch.clock.now)
+                    wait.on_search(stored, watch.clock.now)
                     if verdicts or wait.wanted() != wanted:
                         break
         except StoreError as error:
@@ -320,7 +320,7 @@ class Actors:
             wanted = follow.wanted()
             with contextlib.suppress(StoreError):
                 for stored in watch.looks(wanted):
-                    follow.look_ended(stored, watch.clock.now)
+                    follow.on_search(stored, watch.clock.now)
                     if follow.is_over or follow.wanted() != wanted:
                         break
             if isinstance(work, SteppedLoad):

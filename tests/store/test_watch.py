@@ -1,4 +1,4 @@
-"""KeyWatch: one look for all who wait, after each change or at a pace; errors and ends are told."""
+"""KeyWatch: one search for all waiters, after each change or at intervals; errors, ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreUnavailable
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
-from pdstore.store.watch import KeyWatch, Pace
+from pdstore.store.watch import Backoff, KeyWatch
 from pdstore.store.wrappers import WrapperStore
 from tests.support.clock import Clock
 from tests.support.kv import eventually
@@ -77,18 +77,18 @@ class KeyByKey(WrapperStore):
 class Waits:
     """Waits for all of some keys, and keeps what it was told."""
 
-    def __init__(self, *keys, pause_s=0.01):
-        self.keys, self.pause_s = list(keys), pause_s
+    def __init__(self, *keys, interval_s=0.01):
+        self.keys, self.interval_s = list(keys), interval_s
         self.told: list[object] = []
 
     def wanted(self):
         return self.keys
 
-    def look_ended(self, stored, asked_at):
+    def on_search(self, stored, asked_at):
         self.told.append(stored & set(self.keys))
-        return self.pause_s if set(self.keys) - stored else None
+        return self.interval_s if set(self.keys) - stored else None
 
-    def look_failed(self, error):
+    def on_search_error(self, error):
         self.told.append(error)
 
 
@@ -132,7 +132,7 @@ def test_all_who_wait_are_one_look_and_each_key_is_asked_for_once(watch):
 
 def test_a_waiter_without_news_is_called_when_it_is_due_and_with_news_at_once(watch):
     store = Looked()
-    watched, patient, soon = watch(store), Waits("a", "b", pause_s=1e9), Waits("c")
+    watched, patient, soon = watch(store), Waits("a", "b", interval_s=1e9), Waits("c")
     watched.add(patient)
     watched.add(soon)
     eventually(lambda: len(soon.told) > 3)
@@ -163,7 +163,7 @@ def test_nobody_is_asked_while_nobody_waits(watch):
 
 def test_a_store_that_tells_is_looked_at_when_it_changes(watch):
     store = Telling()
-    watched, wait = watch(store, pace=Pace(last_s=600.0)), Waits("a", pause_s=1e9)
+    watched, wait = watch(store, backoff=Backoff(600.0)), Waits("a", interval_s=1e9)
     watched.add(wait)
     eventually(lambda: store.num_waits > 1 and len(store.looks) > 1)  # now it rests
     put(store, "a")
@@ -200,7 +200,7 @@ def test_what_no_store_may_raise_is_told_to_those_whose_keys_it_is_about(watch, 
 
 def test_a_call_that_takes_too_long_is_told(watch):
     store = Looked()
-    watched = watch(store, patience_s=0.05)
+    watched = watch(store, timeout_s=0.05)
     store.released.clear()
     watched.add(Waits("a"))
     eventually(lambda: watched.is_stuck)
@@ -209,7 +209,7 @@ def test_a_call_that_takes_too_long_is_told(watch):
 
 
 def test_the_end_is_told_to_those_who_wait_and_who_come_late(watch):
-    watched, early, late = watch(Looked()), Waits("a", pause_s=1e9), Waits("b")
+    watched, early, late = watch(Looked()), Waits("a", interval_s=1e9), Waits("b")
     watched.add(early)
     watched.close()
     watched.close()
@@ -224,22 +224,24 @@ def clock():
 
 
 def test_pauses_grow_up_to_the_longest_and_news_make_them_short_again(clock):
-    pace = Pace(last_s=0.003, clock=clock)
-    assert [pace.after(0.0) for _ in range(4)] == pytest.approx([0.002, 0.0026, 0.003, 0.003])
-    pace.hurry()
-    assert pace.after(0.0) == 0.002
+    backoff = Backoff(0.003, clock=clock)
+    assert [backoff.next_interval_s(0.0) for _ in range(4)] == pytest.approx(
+        [0.002, 0.0026, 0.003, 0.003]
+    )
+    backoff.reset()
+    assert backoff.next_interval_s(0.0) == 0.002
 
 
-@pytest.mark.parametrize(("share", "rest_s"), [(4, 0.3), (2, 0.1)])
-def test_slow_calls_take_a_share_of_the_time_at_most(clock, share, rest_s):
-    pace = Pace(share=share, clock=clock)
-    assert pace.after(took_s=0.1) == pytest.approx(rest_s)
-    pace.hurry()
-    assert pace.blocked_s() == pytest.approx(rest_s)
-    clock.now += rest_s
-    assert pace.blocked_s() == pytest.approx(0.0, abs=1e-9)
+@pytest.mark.parametrize(("duty", "idle_s"), [(0.25, 0.3), (0.5, 0.1)])
+def test_slow_calls_take_a_part_of_the_time_at_most(clock, duty, idle_s):
+    backoff = Backoff(max_duty=duty, clock=clock)
+    assert backoff.next_interval_s(took_s=0.1) == pytest.approx(idle_s)
+    backoff.reset()
+    assert backoff.remaining_idle_s() == pytest.approx(idle_s)
+    clock.now += idle_s
+    assert backoff.remaining_idle_s() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_call_that_hung_keeps_later_waiters_from_the_store_for_half_a_second_at_most(clock):
-    pace = Pace(clock=clock)
-    assert pace.after(took_s=5.0) == pace.blocked_s() == 0.5
+    backoff = Backoff(clock=clock)
+    assert backoff.next_interval_s(took_s=5.0) == backoff.remaining_idle_s() == 0.5

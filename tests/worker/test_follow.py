@@ -138,7 +138,7 @@ def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
 
     def wanted_after(*stored):
         put(store, stored, [b"x" * 64] * len(stored))
-        waiter.look_ended(set(stored), clock.now)
+        waiter.on_search(set(stored), clock.now)
         return waiter.wanted()[2:5]
 
     assert wanted_after(*first[:3]) == [first[3], middle[3], last[3]]

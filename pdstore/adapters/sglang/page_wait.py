@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
 from pdstore.settings import LOOKUP_WAIT_S, Settings
 from pdstore.store.base import Store
-from pdstore.store.watch import Pace
+from pdstore.store.watch import Backoff
 
 
 @dataclass(eq=False)
@@ -103,21 +103,21 @@ class PageWait:
         is `until`, or when the store fails. Asks the store once even if `until` has passed. The
         time that the caller spends between two yields does not count towards `stall_s`.
         """
-        pace = Pace()
+        backoff = Backoff()
         stall_end = self.clock() + self.stall_s
         while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
-            pause_s = pace.after(time.monotonic() - asked_at)
+            interval_s = backoff.next_interval_s(time.monotonic() - asked_at)
             if len(found.keys) > num_found:
                 num_found = len(found.keys)
                 yield num_found
                 stall_end = self.clock() + self.stall_s
-                pace.hurry()
+                backoff.reset()
             left_s = min(until, stall_end) - self.clock()
             if found.reason is not Reason.ABSENT or left_s <= 0:
                 return
-            self._closed.wait(min(left_s, pause_s))
+            self._closed.wait(min(left_s, interval_s))
 
     def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
         """Waits until P stores a missing page of a batch; True if more pages of it are expected.
