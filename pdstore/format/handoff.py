@@ -4,8 +4,8 @@ The client waits for P's answer. So the answer has only fields that P knows with
 or reading a file: for example the prefix hash of the last block, how P's last save ended, and a
 digest of the files of P's weights that a thread computed earlier.
 
-An instance stores a beat every PERIOD_S while it saves hand-offs, to show that it is alive. It
-stores beat n under key n modulo RING, and then removes all beats that are older than beat n - 1.
+While an instance saves hand-offs it stores a beat every BEAT_INTERVAL_S, to show that it is alive:
+beat n under key n modulo NUM_BEAT_KEYS. It then removes all beats that are older than beat n - 1.
 """
 
 # Decision: docs/decisions/011-markers.md
@@ -25,12 +25,13 @@ from pdstore.telemetry.request_record import plain
 _MAX_FIELDS = 64
 _NAME = "pdstore"
 _ID = "attempt"  # the name of the hand-off's id in `kv_transfer_params`
-RING = 4
-PERIOD_S = 1.0
+NUM_BEAT_KEYS = 4
+BEAT_INTERVAL_S = 1.0
 """Seconds between two beats. Most hand-offs that are saved in less time cost no beat."""
-SILENCE_S = 1.35
+BEAT_TIMEOUT_S = 1.35
 """Seconds without a beat after which an instance counts as dead."""
-_MAX_GAP_S = 0.6  # maximum time between two answers of the store that may count as silence
+_MAX_ASK_INTERVAL_S = 0.6
+"""Maximum time between two answers of the store that may count as an instance's silence."""
 
 
 class HandoffId(NamedTuple):
@@ -236,7 +237,7 @@ def _is_hex(value: object) -> bool:
 
 def beat_key(namespace: Namespace, instance: str, number: int) -> BlockKey:
     """Returns the key of an instance's beat `number`; the instance's id has 32 hex digits."""
-    return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % RING}:beat")
+    return BlockKey(f"pds1:{namespace.hex}:handoff:{instance}:{number % NUM_BEAT_KEYS}:beat")
 
 
 class Pulse:
@@ -245,7 +246,7 @@ class Pulse:
     Only one thread may call it. `asked_at` is the time, by `clock`, at which the store was asked.
 
     instance: the other instance's id; None, which is never silent, if unknown or without beats.
-    ring: the keys of the instance's beats; the caller asks the store which of them are stored.
+    beat_keys: the keys of the instance's beats; the caller asks the store which of them are stored.
     """
 
     def __init__(
@@ -253,23 +254,25 @@ class Pulse:
         namespace: Namespace,
         instance: str | None,
         *,
-        silence_s: float = SILENCE_S,
+        timeout_s: float = BEAT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ring = [beat_key(namespace, instance, n) for n in range(RING) if instance is not None]
-        self._silence_s = silence_s
+        self.beat_keys: list[BlockKey] = []
+        if instance is not None:
+            self.beat_keys = [beat_key(namespace, instance, n) for n in range(NUM_BEAT_KEYS)]
+        self._timeout_s = timeout_s
         self._seen: set[BlockKey] = set()
         self._beat_at = self._asked_at = clock()
 
     def update(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
         """Compares the keys that are stored now with those that were stored at the last call.
 
-        If any key of the ring has come or gone, the instance has beaten. The beats that a dead
+        If any of the beat keys has come or gone, the instance has beaten. The beats that a dead
         instance left in the store never change. Time between two calls counts as the instance's
         silence only if it is at most 0.6 s.
         """
-        seen = {key for key in self.ring if key in stored}
-        if seen != self._seen or asked_at - self._asked_at > _MAX_GAP_S:
+        seen = {key for key in self.beat_keys if key in stored}
+        if seen != self._seen or asked_at - self._asked_at > _MAX_ASK_INTERVAL_S:
             self._beat_at = asked_at
         self._seen = seen
         self._asked_at = asked_at
@@ -279,5 +282,5 @@ class Pulse:
         self._beat_at = max(self._beat_at, asked_at)
 
     def is_silent(self) -> bool:
-        """Returns whether the last beat was over `silence_s` old when the store was asked last."""
-        return bool(self.ring) and self._asked_at - self._beat_at > self._silence_s
+        """Returns whether the last beat was over `timeout_s` old when the store was asked last."""
+        return bool(self.beat_keys) and self._asked_at - self._beat_at > self._timeout_s

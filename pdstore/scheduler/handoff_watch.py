@@ -92,7 +92,7 @@ class HandoffWait(Waiter):
         signs = [self._failed]
         if self.lookup.follows or self._is_doubtful:
             signs.append(self._started)
-        return [*self._done[: self._num_asked], *signs, *self._pulse.ring]
+        return [*self._done[: self._num_asked], *signs, *self._pulse.beat_keys]
 
     def on_search(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Ends the lookup if there is a verdict; else returns the seconds until the next call."""

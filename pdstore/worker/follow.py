@@ -151,7 +151,7 @@ class Follow(Waiter):
     def wanted(self) -> list[BlockKey]:
         """Returns the keys to search for; if one of them appears, the watch calls `on_search`."""
         probed = [key for lane in self._lanes if (key := lane.probe_key) is not None]
-        return [self._failed, *self._done, *probed, *self._pulse.ring]
+        return [self._failed, *self._done, *probed, *self._pulse.beat_keys]
 
     def on_search(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Lets the load start on stored blocks; ends it if P stores no more or is silent."""

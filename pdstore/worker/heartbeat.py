@@ -9,7 +9,7 @@ from functools import partial
 
 from pdstore.errors import StoreError
 from pdstore.format import block
-from pdstore.format.handoff import PERIOD_S, RING, HandoffId, beat_key
+from pdstore.format.handoff import BEAT_INTERVAL_S, NUM_BEAT_KEYS, HandoffId, beat_key
 from pdstore.format.keys import Namespace
 from pdstore.format.layout import Layout
 from pdstore.settings import Settings
@@ -32,11 +32,11 @@ def put_beat(store: Store, namespace: Namespace, instance: str, number: int) -> 
 
 
 class Heartbeat:
-    """Puts one small value, a beat, every `period_s`, as long as a hand-off is being saved.
+    """Puts one small value, a beat, every `interval_s`, as long as a hand-off is being saved.
 
-    The first beat comes up to one period after a hand-off has begun; many hand-offs end before it.
-    Only the rank that has the first shard of the first layer beats for its instance. It beats until
-    the saves of the other ranks must have ended, too. Any thread may call its methods.
+    The first beat comes at most one interval after a hand-off has begun; many end before it. Only
+    the rank that has the first shard of the first layer beats for its instance. It beats until the
+    saves of the other ranks must have ended, too. Any thread may call its methods.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Heartbeat:
         layout: Layout,
         namespace: Namespace,
         store: Store,
-        period_s: float = PERIOD_S,
+        interval_s: float = BEAT_INTERVAL_S,
     ) -> None:
         self._store = store
         self._namespace = namespace
-        self._period_s = period_s
+        self._interval_s = interval_s
         is_first = 0 in layout.owned_shards and 0 in layout.held_layers
         self._is_mine = settings.publish and is_first
         is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
-        self._linger_s = 0.0 if is_alone else settings.deadline_s
+        self._others_timeout_s = 0.0 if is_alone else settings.deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None while it is being saved
         self._numbers: dict[str, int] = {}  # the number of each instance's next beat
         self._thread = Ticker("pdstore-heartbeat", self._turn)  # made last, as it uses all of these
@@ -66,7 +66,7 @@ class Heartbeat:
     def end_beats(self, handoff: HandoffId) -> None:
         """Ends the beats for a hand-off, after the time that other ranks' saves may still take."""
         if handoff in self._ends:
-            self._ends[handoff] = Deadline(self._linger_s)
+            self._ends[handoff] = Deadline(self._others_timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the thread."""
@@ -80,6 +80,6 @@ class Heartbeat:
         for instance in {handoff.instance for handoff in self._ends.copy()}:
             if instance is not None:
                 number = self._numbers.get(instance, 0)
-                self._numbers[instance] = (number + 1) % RING
+                self._numbers[instance] = (number + 1) % NUM_BEAT_KEYS
                 call_or(partial(put_beat, self._store, self._namespace, instance, number), None)
-        return max(0.0, began + self._period_s - time.monotonic())
+        return max(0.0, began + self._interval_s - time.monotonic())

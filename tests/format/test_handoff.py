@@ -10,7 +10,7 @@ from tests.support.clock import Clock
 
 NAMESPACE = Namespace({"format": 1}, (Part(0, 0),), 64)
 INSTANCE = "ab" * 16
-SILENCE_S = 1.5
+BEAT_TIMEOUT_S = 1.5
 
 
 def test_parameters_come_back_as_they_went():
@@ -115,11 +115,11 @@ def clock():
 
 @pytest.fixture
 def pulse(clock):
-    return Pulse(NAMESPACE, INSTANCE, silence_s=SILENCE_S, clock=clock)
+    return Pulse(NAMESPACE, INSTANCE, timeout_s=BEAT_TIMEOUT_S, clock=clock)
 
 
 def stored_after(number: int):
-    """The ring after so many beats: the last two."""
+    """The beat keys that are stored after so many beats: the last two."""
     return {beat_key(NAMESPACE, INSTANCE, n) for n in range(max(0, number - 2), number)}
 
 
@@ -141,7 +141,7 @@ def test_beats_that_nobody_asked_for_do_not_hide_the_next(pulse, clock, missed):
     "left",
     [
         pytest.param({4, 5, 6}, id="before the old one was removed"),
-        pytest.param({0, 1, 2, 3}, id="a whole ring"),
+        pytest.param({0, 1, 2, 3}, id="every beat key"),
         pytest.param({3, 5}, id="after an error of the store"),
     ],
 )
@@ -150,14 +150,14 @@ def test_what_a_dead_instance_has_left_is_no_beat(pulse, clock, left):
     ask(pulse, clock, stored_after(6))
     stored = {beat_key(NAMESPACE, INSTANCE, n) for n in left}
     for _ in range(30):
-        ask(pulse, clock, stored & set(pulse.ring))
+        ask(pulse, clock, stored & set(pulse.beat_keys))
     assert pulse.is_silent()
 
 
 @pytest.mark.parametrize("num_beats", [0, 1, 7])
 def test_an_instance_that_stops_is_silent_soon_and_not_before(pulse, clock, num_beats):
     ask(pulse, clock, stored_after(num_beats))
-    ask(pulse, clock, stored_after(num_beats), seconds=SILENCE_S - 0.2)
+    ask(pulse, clock, stored_after(num_beats), seconds=BEAT_TIMEOUT_S - 0.2)
     assert not pulse.is_silent()
     ask(pulse, clock, stored_after(num_beats), seconds=0.4)
     assert pulse.is_silent()
@@ -166,5 +166,5 @@ def test_an_instance_that_stops_is_silent_soon_and_not_before(pulse, clock, num_
 def test_time_in_which_nobody_asked_is_no_silence(pulse, clock):
     ask(pulse, clock, stored_after(3))
     clock.now += 60
-    ask(pulse, clock, stored_after(3), seconds=SILENCE_S - 0.2)
+    ask(pulse, clock, stored_after(3), seconds=BEAT_TIMEOUT_S - 0.2)
     assert not pulse.is_silent()

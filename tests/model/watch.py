@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdstore.format.handoff import PERIOD_S, SILENCE_S
+from pdstore.format.handoff import BEAT_INTERVAL_S, BEAT_TIMEOUT_S
 from pdstore.format.keys import BlockKey
 from tests.model.replay import Passed, ReplayStore
 from tests.support.clock import Clock
 
 STALL_S = 10.0
-_PAUSE_S = PERIOD_S / 2  # between two looks
+_PAUSE_S = BEAT_INTERVAL_S / 2  # between two looks
 
 
 def is_beat(key: BlockKey) -> bool:
@@ -61,7 +61,7 @@ class Watch:
             self.is_late = True
             yield self._after(2 * STALL_S, found)
         elif looked.passed is Passed.SILENCE and self.rules.listens:
-            for _ in range(int(SILENCE_S / _PAUSE_S) + 2):
+            for _ in range(int(BEAT_TIMEOUT_S / _PAUSE_S) + 2):
                 yield self._after(_PAUSE_S, found)
         elif looked.passed is Passed.A_PERIOD:
             yield self._after(_PAUSE_S, found - self._beats | before)

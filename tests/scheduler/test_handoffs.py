@@ -8,7 +8,7 @@ import pytest
 
 from pdstore import PrefixCacheManager
 from pdstore.errors import Reason, StoreUnavailable
-from pdstore.format.handoff import SILENCE_S, HandoffId, beat_key
+from pdstore.format.handoff import BEAT_TIMEOUT_S, HandoffId, beat_key
 from pdstore.format.keys import Namespace, Part
 from pdstore.scheduler.lookup import Lookup
 from pdstore.store.base import Slots
@@ -145,7 +145,7 @@ def test_a_p_that_does_not_beat_is_dead_if_it_has_left_a_sign(rig, store, has_be
 def test_a_p_that_beats_is_waited_for_until_it_stops(rig):
     one, begin = rig(), time.monotonic()
     lookup, number = one.lookup(HandoffId.new("a" * 32)), 0
-    while time.monotonic() < begin + 2 * SILENCE_S:
+    while time.monotonic() < begin + 2 * BEAT_TIMEOUT_S:
         one.put(beat_key(NAMESPACE, "a" * 32, number))
         one.store.remove([beat_key(NAMESPACE, "a" * 32, number - 2)])
         number += 1
@@ -157,7 +157,7 @@ def test_a_p_that_beats_is_waited_for_until_it_stops(rig):
 def test_a_p_that_never_said_its_name_is_waited_for(rig):
     lookup = rig().lookup(HandoffId.new())
     with pytest.raises(TimeoutError):
-        lookup.wait(SILENCE_S + 0.5)
+        lookup.wait(BEAT_TIMEOUT_S + 0.5)
 
 
 def test_all_waits_are_one_look_for_markers_only(rig):

@@ -13,7 +13,7 @@ import pytest
 
 from pdstore import HandoffId, Reason
 from pdstore.errors import StoreUnavailable
-from pdstore.format.handoff import RING, beat_key
+from pdstore.format.handoff import NUM_BEAT_KEYS, beat_key
 from pdstore.format.layout import Pipeline
 from pdstore.format.plan import Announcement, SavePlan
 from pdstore.store import open_store
@@ -24,7 +24,7 @@ from tests.support.kv import POISON, Instance, eventually, settings_of
 from tests.support.pool_kit import P_BLOCKS
 from tests.support.redis_server import RedisServer
 
-PERIOD_S = 0.02
+BEAT_INTERVAL_S = 0.02
 INSTANCE = "cd" * 16
 ONE, OTHER = HandoffId.new(INSTANCE), HandoffId.new(INSTANCE)
 
@@ -54,13 +54,15 @@ def recorder(store):
 def heartbeat(instance, recorder, closed_after):
     def make(**changes):
         one = instance(**changes)
-        return closed_after(Heartbeat(one.settings, one.layout, one.namespace, recorder, PERIOD_S))
+        return closed_after(
+            Heartbeat(one.settings, one.layout, one.namespace, recorder, BEAT_INTERVAL_S)
+        )
 
     return make
 
 
 def beats(recorder, namespace):
-    keys = [beat_key(namespace, INSTANCE, n) for n in range(RING)]
+    keys = [beat_key(namespace, INSTANCE, n) for n in range(NUM_BEAT_KEYS)]
     return recorder.wrapped.which_stored(keys)
 
 
@@ -70,14 +72,14 @@ def test_it_beats_from_a_hand_offs_begin_to_its_end(heartbeat, recorder):
     eventually(lambda: len(recorder.put_at) >= 3)
     one.end_beats(ONE)
     count = len(recorder.put_at)
-    time.sleep(7 * PERIOD_S)  # in which it would beat on
+    time.sleep(7 * BEAT_INTERVAL_S)  # in which it would beat on
     assert len(recorder.put_at) <= count + 1, "the turn that was under way"
 
 
 def test_the_pool_keeps_only_the_last_two_beats(heartbeat, recorder, p):
     one = heartbeat()
     one.begin_beats(ONE)
-    for number in (RING, 2 * RING):
+    for number in (NUM_BEAT_KEYS, 2 * NUM_BEAT_KEYS):
         eventually(lambda number=number: len(recorder.put_at) > number)
         assert sum(beats(recorder, p.namespace)) in (2, 3)  # between a put and a remove
 
@@ -96,7 +98,7 @@ def test_the_stage_with_the_first_layer_beats_until_the_others_must_have_ended(h
         heartbeat(layer_ranges=3, pipeline=Pipeline((0, 0, 1), stage)) for stage in range(2)
     )
     later.begin_beats(ONE)
-    time.sleep(5 * PERIOD_S)  # in which it would beat
+    time.sleep(5 * BEAT_INTERVAL_S)  # in which it would beat
     assert recorder.put_at == []
     first.begin_beats(ONE)
     first.end_beats(ONE)
