@@ -15,19 +15,19 @@ class Records:
     """Gives the journal one record for each request. Any thread may call it.
 
     role: PDSTORE_ROLE.
-    patience_s: so long after a request's end, its record is made even if its jobs still run.
+    job_timeout_s: how long a record waits for jobs that still run after the request's end.
     """
 
     def __init__(
         self,
         journal: Journal,
         role: str,
-        patience_s: float = 60.0,
+        job_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal = journal
         self._role = role
-        self._patience_s = patience_s
+        self._job_timeout_s = job_timeout_s
         self._clock = clock
         self._lock = threading.Lock()
         self._ended: dict[EngineRequest, float] = {}  # when its record is due
@@ -61,7 +61,7 @@ class Records:
     def end_request(self, request: EngineRequest) -> None:
         """Makes the record of a request that has ended, now or when its jobs have ended."""
         with self._lock:
-            self._ended[request] = self._clock() + self._patience_s
+            self._ended[request] = self._clock() + self._job_timeout_s
             is_over = len(request.ends) >= request.num_jobs
         if is_over:
             self._make(request)

@@ -16,8 +16,8 @@ from pdstore.native.engine import Engine, Ticket
 from pdstore.native.library import Library, checked, joined
 
 _SHORT_BATCH = 64
-_PATIENCE_NS = 50_000
-_BATCH_PATIENCE_NS = 20_000_000  # short, because a job cannot end while such a call runs
+_FIND_TIMEOUT_NS = 50_000
+_BATCH_TIMEOUT_NS = 20_000_000  # short, because a job cannot end while such a call runs
 _PAGE_VALUES = 512
 _ERRORS: dict[int, tuple[type[StoreError], str]] = {
     abi.Code.CLOSED: (errors.StoreClosed, "is closed, or belongs to the parent process"),
@@ -82,7 +82,7 @@ class ValueBatch(NamedTuple):
             num_ids=len(self.block_ids) // 8,
             memory=memory,
             ready=self.ready,
-            lock_ns=_BATCH_PATIENCE_NS,
+            lock_ns=_BATCH_TIMEOUT_NS,
         )
 
 
@@ -157,7 +157,7 @@ class NativeArena:
         first, at = spared or (len(keys), 0.0)
         values = joined(keys), len(keys), leases, first, int(at * 1e9), stored
         if len(keys) <= _SHORT_BATCH:
-            code = self._short_calls.pds_arena_find(self._handle, _PATIENCE_NS, *values)
+            code = self._short_calls.pds_arena_find(self._handle, _FIND_TIMEOUT_NS, *values)
         if code == abi.Code.TIMEOUT:
             code = self._calls.pds_arena_find(self._handle, -1, *values)
         self._check(code)

@@ -23,9 +23,9 @@ from pdstore.store.base import Store
 from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
-_PAUSE_S = 0.1  # maximum time between two calls of the store while it tells no change
-_SOON_S = 0.01  # the same for a doubtful hand-off: P could not store all of its last save
-_HANG_TIMES = 5  # a call that takes so many times its patience counts as one that timed out
+_MAX_INTERVAL_S = 0.1  # between two calls of the store while it tells no change
+_SHORT_INTERVAL_S = 0.01  # the same for a doubtful hand-off: P could not store all of its last save
+_HANG_TIMES = 5  # a call that takes so many times its timeout counts as one that timed out
 _DOUBT_S = 0.02  # a doubtful hand-off without `started` or `done` after this time has failed
 
 
@@ -101,8 +101,8 @@ class HandoffWait(Waiter):
             self._end(self, verdict)
             return None
         if self._is_doubtful:
-            return _SOON_S
-        return min(_PAUSE_S, self.lookup.marker_deadline.remaining_s())
+            return _SHORT_INTERVAL_S
+        return min(_MAX_INTERVAL_S, self.lookup.marker_deadline.remaining_s())
 
     def on_search_error(self, error: Exception) -> float | None:
         """Ends the lookup with the store's error."""
@@ -150,7 +150,7 @@ class HandoffWatch:
 
     find: returns the match that ends a lookup; its second argument is the reason why the pool may
       have only a part of the prompt, or None.
-    patience_s: how long a call of the store may take before it counts as stuck.
+    call_timeout_s: how long a call of the store may take before it counts as stuck.
     is_elsewhere: returns whether the P of a hand-off uses another pool; may ask the store.
     """
 
@@ -161,15 +161,15 @@ class HandoffWatch:
         metrics: Metrics,
         find: Callable[[PromptKeys, Reason | None], Match],
         *,
-        patience_s: float,
+        call_timeout_s: float,
         is_elsewhere: Callable[[Handoff], bool],
     ) -> None:
         self._namespace = namespace
         self._metrics = metrics
         self._find = find
         self._is_elsewhere = is_elsewhere
-        self._patience_s = patience_s
-        self._watch = KeyWatch(store, name="pdstore-handoffs", timeout_s=patience_s)
+        self._call_timeout_s = call_timeout_s
+        self._watch = KeyWatch(store, name="pdstore-handoffs", timeout_s=call_timeout_s)
 
     def add(self, lookup: Lookup) -> None:
         """Adds a lookup with a hand-off. Any thread may call it."""
@@ -188,7 +188,7 @@ class HandoffWatch:
         as a new one would; not so for a hand-off that P itself expects to fail.
         """
         times = _HANG_TIMES if handoff.last_save is None else 1
-        return self._watch.call_s > times * self._patience_s
+        return self._watch.call_s > times * self._call_timeout_s
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stops the threads and ends all lookups that still wait."""

@@ -77,7 +77,7 @@ class Lookup:
 
     handoff: the hand-off whose markers the lookup waits for; None to match at once.
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
-    wait_s: seconds to wait for the store's answer; with a hand-off, to wait for its markers.
+    timeout_s: of the wait for the store's answer; with a hand-off, of the wait for its markers.
     count: a function that is called with the match when the lookup ends.
     num_tokens: the tokens of D's prompt, of which `keys` may be the part that P handed over.
     hangs: returns whether the store's call that the lookup needs has hung for too long; no I/O.
@@ -87,7 +87,7 @@ class Lookup:
         self,
         keys: PromptKeys,
         handoff: Handoff | None,
-        wait_s: float,
+        timeout_s: float,
         count: Callable[[Match], None],
         *,
         follows: bool = False,
@@ -99,8 +99,8 @@ class Lookup:
         self.handoff = handoff
         self.follows = follows
         self.started_at = time.monotonic()
-        self.marker_deadline = Deadline(wait_s)
-        self._deadline = Deadline(wait_s + (_MATCH_S if handoff else 0.0))
+        self.marker_deadline = Deadline(timeout_s)
+        self._deadline = Deadline(timeout_s + (_MATCH_S if handoff else 0.0))
         self._count = count
         self._hangs = hangs
         self._answers: list[Match] = []  # only the first one is used
@@ -157,12 +157,12 @@ class LookupQueue:
     Any thread may add a lookup.
 
     find: asks the store and returns a match. If it raises, the lookup ends with `Reason.FAULT`.
-    patience_s: how long a call of the store may take before it counts as stuck.
+    call_timeout_s: how long a call of the store may take before it counts as stuck.
     """
 
-    def __init__(self, find: Callable[[PromptKeys], Match], patience_s: float) -> None:
+    def __init__(self, find: Callable[[PromptKeys], Match], call_timeout_s: float) -> None:
         self._find = find
-        self._patience_s = patience_s
+        self._call_timeout_s = call_timeout_s
         self._call_deadline: Deadline | None = None  # None while no call runs
         self._lookups: deque[Lookup] = deque()
         self._thread = Ticker("pdstore-lookups", self._turn)
@@ -187,7 +187,7 @@ class LookupQueue:
         while (lookup := self._next()) is not None:
             if lookup.poll() is not None:
                 continue
-            self._call_deadline = Deadline(self._patience_s)
+            self._call_deadline = Deadline(self._call_timeout_s)
             fault = Match.miss(lookup.keys, Reason.FAULT)
             found = call_or(partial(self._find, lookup.keys), fault)
             self._call_deadline = None

@@ -80,7 +80,7 @@ class PrefixCacheManager:
             namespace,
             self.metrics,
             ask,
-            patience_s=lookup_wait_s,
+            call_timeout_s=lookup_wait_s,
             is_elsewhere=self._mismatches.is_elsewhere,
         )
 
@@ -311,7 +311,7 @@ class PrefixCacheManager:
     def _hangs(self, handoff: Handoff | None) -> Callable[[], bool]:
         """Returns a function that tells whether the store hangs for a lookup of this hand-off."""
         if handoff is None:
-            return lambda: False  # its wait is as short as the patience
+            return lambda: False  # its own timeout is as short
         return partial(self._watch.hangs, handoff)
 
     def _refuse(self) -> Reason | None:

@@ -19,7 +19,7 @@ from pdstore.worker.values import bytes_of
 
 _WINDOW = 128
 """Maximum number of keys in one match: these blocks must be loaded before their leases end."""
-_PAUSE_S = 0.02  # maximum time between two searches: a store may not notice all changes
+_MAX_INTERVAL_S = 0.02  # between two searches: a store may not notice all changes
 _QUIET_S = 0.1  # after so long without a new block, P's id is asked for, and steps are small
 
 
@@ -107,7 +107,7 @@ class Follow(Waiter):
     It searches until all blocks are found, or until P has put the marker `done` or `failed`, or has
     died: a block missing then will never be stored. The found blocks are loaded in any case.
 
-    stall_s: the search also ends when P has stored no block for so many seconds.
+    block_timeout_s: the search also ends when P has stored no block for so many seconds.
     wake: tells the job queue that the load has new shares, or that no more shares will come.
     clock: returns monotonic seconds, as in `asked_at`.
     """
@@ -119,7 +119,7 @@ class Follow(Waiter):
         work: LoadWork,
         handoff: HandoffId,
         *,
-        stall_s: float,
+        block_timeout_s: float,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -137,7 +137,7 @@ class Follow(Waiter):
         self._moved_at = clock()
         self._has_asked = handoff.instance is not None
         self._pulse = Pulse(namespace, handoff.instance, clock=clock)
-        self._stall_s = stall_s
+        self._block_timeout_s = block_timeout_s
         self._has_sign = False  # the store had a marker, a beat, or a block that was awaited
         self._lanes: list[_Lane] = []
         for n in reversed(prompt.layout.held_ranges):
@@ -160,21 +160,21 @@ class Follow(Waiter):
         self._has_sign |= any(key in stored for key in self.wanted())
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
-        is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._stall_s / 2)
+        is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._block_timeout_s / 2)
         if is_quiet and any([lane.probe_next_key() for lane in self._lanes]):
-            return _PAUSE_S  # the next search is for other blocks
+            return _MAX_INTERVAL_S  # the next search is for other blocks
         silence = self._silence(stored, asked_at)
         if silence is not None and self._work.is_open:
             self._work.close(silence)
             self._wake()
-        return None if self.is_over else _PAUSE_S
+        return None if self.is_over else _MAX_INTERVAL_S
 
     def on_search_error(self, error: Exception) -> float | None:
         """Ends the load if the search timed out; ignores another error, as the watch goes on."""
         if isinstance(error, StoreTimeout) and self._work.is_open:
             self._work.close(Reason.STORE_SLOW)  # one such wait is enough for a request
             self._wake()
-        return None if self.is_over else _PAUSE_S
+        return None if self.is_over else _MAX_INTERVAL_S
 
     def _release(self, stored: AbstractSet[BlockKey], asked_at: float) -> None:
         cut = self._cut(stored)
@@ -221,4 +221,4 @@ class Follow(Waiter):
         self._pulse.update(stored, asked_at)
         if self._pulse.is_silent():
             return Reason.HANDOFF_DEAD if self._has_sign else Reason.HANDOFF_GONE
-        return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._stall_s else None
+        return Reason.HANDOFF_LATE if asked_at - self._moved_at > self._block_timeout_s else None

@@ -265,7 +265,9 @@ class KVPool:
             self._mover.admission.found(prompt.keys.hashes())
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
-            self._watch.add(Follow(self._store, job, work, follow, stall_s=wait_s, wake=wake))
+            self._watch.add(
+                Follow(self._store, job, work, follow, block_timeout_s=wait_s, wake=wake)
+            )
         return job
 
     def abort_handoff(self, handoff: HandoffId) -> Job:

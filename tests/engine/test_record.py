@@ -36,7 +36,7 @@ def clock():
 
 @pytest.fixture
 def records(journal, clock):
-    return Records(journal, "prefill", patience_s=60, clock=clock)
+    return Records(journal, "prefill", job_timeout_s=60, clock=clock)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_what_all_ranks_have_loaded_counts_but_for_the_token_that_is_computed_ag
     assert [part.name for part in record.in_store] == ["load"]
 
 
-def test_a_job_that_never_ends_delays_a_record_by_its_patience_at_most(
+def test_a_job_that_never_ends_delays_a_record_by_its_timeout_at_most(
     records, journal, clock, request_of
 ):
     records.end_request(request_of(1))

@@ -43,7 +43,7 @@ from pdstore.worker.transfer.staged import StagedTransfer
 from pdstore.worker.transfer.staging import Staging
 from pdstore.worker.values import PromptBlocks
 from tests.model.replay import Body, Meanwhile, ReplayStore
-from tests.model.watch import STALL_S, Rules, Watch
+from tests.model.watch import BLOCK_TIMEOUT_S, Rules, Watch
 from tests.support.clock import Clock
 from tests.support.jobs import carry
 from tests.support.kv import POISON, settings_of
@@ -312,7 +312,13 @@ class Actors:
     def _follow(self, store: ReplayStore, job: Job, work: LoadWork, handoff: HandoffId) -> None:
         watch = Watch(store, self.rules)
         follow = Follow(
-            store, job, work, handoff, stall_s=STALL_S, wake=lambda: None, clock=watch.clock
+            store,
+            job,
+            work,
+            handoff,
+            block_timeout_s=BLOCK_TIMEOUT_S,
+            wake=lambda: None,
+            clock=watch.clock,
         )
 
         steps = Steps(store, follow, watch.clock) if self.shape.num_steps else None

@@ -10,7 +10,7 @@ from pdstore.format.keys import BlockKey
 from tests.model.replay import Passed, ReplayStore
 from tests.support.clock import Clock
 
-STALL_S = 10.0
+BLOCK_TIMEOUT_S = 10.0
 _PAUSE_S = BEAT_INTERVAL_S / 2  # between two looks
 
 
@@ -59,7 +59,7 @@ class Watch:
         self._beats = {key for key in found if is_beat(key)}
         if looked.passed is Passed.ALL and self.rules.minds_time:
             self.is_late = True
-            yield self._after(2 * STALL_S, found)
+            yield self._after(2 * BLOCK_TIMEOUT_S, found)
         elif looked.passed is Passed.SILENCE and self.rules.listens:
             for _ in range(int(BEAT_TIMEOUT_S / _PAUSE_S) + 2):
                 yield self._after(_PAUSE_S, found)

@@ -25,35 +25,34 @@ class PageWait:
     hand-off. But P stores all pages of a prompt one after another: a page that appears during the
     wait shows that P will store the others. These are called expected, and a load waits for them.
 
-    Waits have three limits: the time without a new page, the time of a wait together with the load
-    after it, and the number of successive waits in which no page appeared. When that number is
-    reached, pdstore waits for no prompt for a while, which is called the rest.
+    A wait has a timeout without a new page, and one together with the load after it. If several
+    successive waits bring no page, pdstore waits for no prompt until an interval is over.
 
-    One thread may call `wait_for_pages`, and another one `arrivals`; any thread may call `close`.
+    One thread may call `wait_for_pages`, and one more `page_counts`; any thread may call `close`.
 
-    settings: PDSTORE_HANDOFF_WAIT_S limits the time of a wait together with the load after it.
-    stall_s: after so many seconds without a new page, a wait or a load ends.
+    settings: PDSTORE_HANDOFF_WAIT_S is the timeout of a wait together with the load after it.
+    page_timeout_s: after so many seconds without a new page, a wait or a load ends.
     batch_pages: most pages that SGLang asks for at once; behind so many it probably asks for more.
-    most_vain: after so many successive waits without a new page, the rest begins.
-    rest_s: the seconds of the rest. A batch whose pages are all stored ends the rest early.
+    max_empty_waits: after so many successive waits without a new page, `retry_interval_s` begins.
+    retry_interval_s: the seconds without waits; a batch whose pages are all stored ends them early.
     clock: returns monotonic seconds.
     """
 
     settings: Settings
     store: Store
     metrics: Metrics
-    stall_s: float = LOOKUP_WAIT_S
+    page_timeout_s: float = LOOKUP_WAIT_S
     batch_pages: int = 128
-    most_vain: int = 3
-    rest_s: float = 5.0
+    max_empty_waits: int = 3
+    retry_interval_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._num_vain = 0
-        self._rest_until = self.clock()
+        self._num_empty_waits = 0
+        self._retry_at = self.clock()
         self._before: list[bytes] = []  # hashes of the last expected batch, if it was full
         self._expected: dict[bytes, float] = {}  # by a batch's first page: the deadline
-        self._queue = LookupQueue(partial(find, self.store), self.stall_s)
+        self._queue = LookupQueue(partial(find, self.store), self.page_timeout_s)
         self._closed = threading.Event()
 
     def wait_for_pages(self, keys: PromptKeys) -> bool:
@@ -67,21 +66,21 @@ class PageWait:
         found = self._match(keys)
         if found.reason is None:
             self._end_wait(came=True)
-        if found.reason is not Reason.ABSENT or began < self._rest_until:
+        if found.reason is not Reason.ABSENT or began < self._retry_at:
             return False
         until = began + self.settings.handoff_wait_s
         is_expected = self._expects(before, keys, len(found.keys), until)
         self.metrics.handoff_wait_seconds.observe(self.clock() - began)
         return is_expected
 
-    def arrivals(self, keys: PromptKeys) -> Iterator[int] | None:
+    def page_counts(self, keys: PromptKeys) -> Iterator[int] | None:
         """Returns an iterator that yields, each time it grows, the number of leading stored pages.
 
         Returns None if the pages are not expected.
         keys: a batch that `wait_for_pages` was given, or its first pages.
         """
         until = self._expected.get(keys.hash_of(0), 0.0)
-        return self._follow(keys, 0, until) if until > self.clock() else None
+        return self._counts(keys, 0, until) if until > self.clock() else None
 
     def close(self) -> None:
         """Ends running waits. A second call does nothing."""
@@ -92,19 +91,19 @@ class PageWait:
         """Matches the pages that are stored now. A store that takes too long counts as a miss."""
         if self._queue.is_stuck:
             return Match.miss(keys, Reason.STORE_SLOW)
-        lookup = Lookup(keys, None, self.stall_s, lambda found: None)
+        lookup = Lookup(keys, None, self.page_timeout_s, lambda found: None)
         self._queue.add(lookup)
-        return lookup.wait(2 * self.stall_s)  # the lookup ends sooner, at its own deadline
+        return lookup.wait(2 * self.page_timeout_s)  # the lookup ends sooner, at its own deadline
 
-    def _follow(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
+    def _counts(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
         """Yields the number of leading pages that are stored, each time that it has grown.
 
-        Ends when all pages are stored, when no new page has appeared for `stall_s`, when the time
-        is `until`, or when the store fails. Asks the store once even if `until` has passed. The
-        time that the caller spends between two yields does not count towards `stall_s`.
+        Ends when all pages are stored, when no new page has appeared for `page_timeout_s`, when the
+        time is `until`, or when the store fails. Asks the store once even if `until` has passed.
+        Time that the caller spends between two yields does not count towards `page_timeout_s`.
         """
         backoff = Backoff()
-        stall_end = self.clock() + self.stall_s
+        page_deadline = self.clock() + self.page_timeout_s
         while not self._closed.is_set():
             asked_at = time.monotonic()
             found = self._match(keys)
@@ -112,9 +111,9 @@ class PageWait:
             if len(found.keys) > num_found:
                 num_found = len(found.keys)
                 yield num_found
-                stall_end = self.clock() + self.stall_s
+                page_deadline = self.clock() + self.page_timeout_s
                 backoff.reset()
-            left_s = min(until, stall_end) - self.clock()
+            left_s = min(until, page_deadline) - self.clock()
             if found.reason is not Reason.ABSENT or left_s <= 0:
                 return
             self._closed.wait(min(left_s, interval_s))
@@ -129,7 +128,7 @@ class PageWait:
             before = []  # this is another request
         both = PromptKeys.named(keys.namespace, [*before, *names])
         num_known = len(before) + num_found
-        counts = self._follow(both, 0 if before else num_found, until)
+        counts = self._counts(both, 0 if before else num_found, until)
         num_stored = next((count for count in counts if count > num_known), 0)
         self._end_wait(came=num_stored > 0)
         if not 0 < num_stored < len(both):
@@ -141,7 +140,7 @@ class PageWait:
         return True
 
     def _end_wait(self, *, came: bool) -> None:
-        """Counts successive waits without a new page, and begins or ends the rest."""
-        self._num_vain = 0 if came else self._num_vain + 1
-        rest_s = self.rest_s if self._num_vain >= self.most_vain else 0.0
-        self._rest_until = self.clock() + rest_s
+        """Counts successive waits without a new page, and chooses when to wait again."""
+        self._num_empty_waits = 0 if came else self._num_empty_waits + 1
+        has_hope = self._num_empty_waits < self.max_empty_waits
+        self._retry_at = self.clock() + (0.0 if has_hope else self.retry_interval_s)

@@ -352,11 +352,11 @@ class PagePool:
 
     def _stored(self, keys: PromptKeys) -> Iterator[int]:
         """Yields how many leading pages can be loaded, each time that this number grows."""
-        arrivals = self._wait.arrivals(keys) if self._wait is not None and len(keys) else None
-        if arrivals is None:
+        counts = self._wait.page_counts(keys) if self._wait is not None and len(keys) else None
+        if counts is None:
             yield len(keys)
         else:
-            yield from arrivals
+            yield from counts
             self._cache.lookup(keys)  # only to count hits and misses: nobody waits for it
 
     def _keys(self, hashes: Sequence[str]) -> PromptKeys:

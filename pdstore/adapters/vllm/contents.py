@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 MAX_NAMES = 1 << 20
 """Names that are remembered, with about 130 bytes each."""
-_WAIT_S = 5.0  # from the moment when vLLM would compute the request
+_DIGEST_TIMEOUT_S = 5.0  # from the moment when vLLM would compute the request
 _FRESH_S = 0.2
 _MAX_ADAPTER_NAMES = 1 << 14
 _DISTRUSTED = 0
 
 _REASONS = {
     "two": "one name (a client's uuid) stands for two different ones: requests with that name",
-    "late": f"their digests took longer than {_WAIT_S:g} s: requests with those",
+    "late": f"their digests took longer than {_DIGEST_TIMEOUT_S:g} s: requests with those",
     "elsewhere": "vLLM does not give pdstore their data: requests with those",
     "full": f"there were {MAX_NAMES:,} names since the start: requests with new ones",
 }
@@ -80,7 +80,7 @@ class Contents:
         *,
         hashes_items: bool = True,
         tells_paths_apart: bool = False,
-        wait_s: float = _WAIT_S,
+        wait_s: float = _DIGEST_TIMEOUT_S,
         fresh_s: float = _FRESH_S,
         most_names: int = MAX_NAMES,
         items: ItemDigests | None = None,

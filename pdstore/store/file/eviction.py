@@ -23,7 +23,7 @@ from pdstore.threads import Ticker
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
-_PATIENCE_S = 0.5  # a put waits so long for another thread's or process's eviction
+_LOCK_TIMEOUT_S = 0.5  # a put waits so long for another thread's or process's eviction
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
 _RETRY_S = 1.0
 _JOIN_S = 1.0
@@ -129,7 +129,7 @@ class Evictor:
     def make_room(self, num_bytes: int) -> None:
         """Evicts values when the disk is full, even if files of others fill it."""
         if not self._is_known_full():
-            self._evict(on_disk(num_bytes), _PATIENCE_S)
+            self._evict(on_disk(num_bytes), _LOCK_TIMEOUT_S)
 
     def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
         """Evicts values, even leased ones, until new values of these sizes have room.
@@ -138,7 +138,7 @@ class Evictor:
         """
         needed = sum(map(on_disk, sizes))
         self.budget.measure()
-        tries = (self._evict(needed, _PATIENCE_S, spared) for _ in range(3))  # others take room
+        tries = (self._evict(needed, _LOCK_TIMEOUT_S, spared) for _ in range(3))  # others take room
         return any(is_done and self._used + needed <= self.budget.num_bytes for is_done in tries)
 
     def sacrifice(self) -> None:
@@ -179,8 +179,8 @@ class Evictor:
             if due and not is_over and self._has_looked and step >= _LARGE_STEP:
                 self._look_beside()
                 return 0
-            patience_s = _PATIENCE_S if self._used > budget + step else 0.0
-        others_evict = due and not (self._is_known_full() or self._evict(0, patience_s))
+            timeout_s = _LOCK_TIMEOUT_S if self._used > budget + step else 0.0
+        others_evict = due and not (self._is_known_full() or self._evict(0, timeout_s))
         return self._used - self.budget.num_bytes - (step if others_evict else 0)
 
     def _look_beside(self) -> None:
@@ -192,20 +192,20 @@ class Evictor:
             self._thread = Ticker("pdstore-evictor", self._look)  # it scans at once
 
     def _look(self) -> float | None:
-        is_done = self._is_known_full() or self._evict(0, _PATIENCE_S)
+        is_done = self._is_known_full() or self._evict(0, _LOCK_TIMEOUT_S)
         return None if is_done else _RETRY_S
 
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until
 
-    def _evict(self, to_free: int, patience_s: float, spared: Collection[str] = ()) -> bool:
+    def _evict(self, to_free: int, timeout_s: float, spared: Collection[str] = ()) -> bool:
         """Scans and evicts until the budget has room for the values that are pending.
 
         Deletes at least `to_free` bytes if enough values are neither leased nor fresh. Returns
-        False if another thread or process evicts for longer than `patience_s`.
+        False if another thread or process evicts for longer than `timeout_s`.
         spared: if not empty, all other blocks and tails may go for `to_free` new bytes.
         """
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + timeout_s
         while (lock := self._directory.lock()) is None:
             if time.monotonic() >= end:
                 return False

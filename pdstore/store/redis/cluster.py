@@ -54,18 +54,18 @@ class OneServer:
     replica, all connections are replaced, and what it refused is sent once more.
 
     open_pool: returns a pool of connections to the server; the connections are not open yet.
-    patience_s: if a reply took longer, its command is not sent once more.
+    call_timeout_s: if a reply took longer, its command is not sent once more.
     sentinels: connections to the sentinels.
     """
 
     def __init__(
         self,
         open_pool: Callable[[], redis.ConnectionPool],
-        patience_s: float,
+        call_timeout_s: float,
         *sentinels: redis.ConnectionPool,
     ) -> None:
         self._open_pool = open_pool
-        self._patience_s = patience_s
+        self._call_timeout_s = call_timeout_s
         self._sentinels = sentinels
         self._client = redis.Redis(connection_pool=open_pool())
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class OneServer:
         began_at = time.monotonic()
         replies = _ask(client, commands)
         refused = [i for i, reply in enumerate(replies) if isinstance(reply, _OF_A_REPLICA)]
-        is_late = time.monotonic() - began_at > self._patience_s
+        is_late = time.monotonic() - began_at > self._call_timeout_s
         if refused and not is_late and self._renew(client):
             again = _ask(self._client, [commands[i] for i in refused])
             for i, reply in zip(refused, again, strict=True):

@@ -28,11 +28,13 @@ LONG_S = 30.0
 class D:
     """A decode instance's wait over a store that this process puts pages into."""
 
-    def __init__(self, store_url, *, stall_s=LONG_S, total_s=LONG_S, **bounds) -> None:
+    def __init__(self, store_url, *, page_timeout_s=LONG_S, total_s=LONG_S, **bounds) -> None:
         self.metrics = Metrics()
         settings = settings_of(store=store_url, handoff_wait_s=total_s)
         self.store = connect_store(settings, self.metrics)
-        self.wait = PageWait(settings, self.store, self.metrics, stall_s=stall_s, **bounds)
+        self.wait = PageWait(
+            settings, self.store, self.metrics, page_timeout_s=page_timeout_s, **bounds
+        )
 
     def store_pages(self, *numbers: int) -> None:
         put(self.store, [NAMES[n] for n in numbers], [b"page"] * len(numbers))
@@ -71,16 +73,16 @@ def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve):
         waiting = d.begin(threads)
         d.store_pages(0)
         assert waiting.result(LONG_S / 2)
-        arrivals = d.wait.arrivals(KEYS)
-        assert next(arrivals) == 1
+        page_counts = d.wait.page_counts(KEYS)
+        assert next(page_counts) == 1
         for number in (1, 2, 3):
-            coming = threads.submit(next, arrivals)
+            coming = threads.submit(next, page_counts)
             d.store_pages(number)
             assert coming.result(LONG_S / 2) == number + 1
-    assert next(arrivals, None) is None
+    assert next(page_counts, None) is None
 
 
-@pytest.mark.parametrize("bounds", [{"stall_s": 0.05}, {"total_s": 0.05}])
+@pytest.mark.parametrize("bounds", [{"page_timeout_s": 0.05}, {"total_s": 0.05}])
 def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
     d = serve(**bounds)
     d.store_pages(0, 1)
@@ -88,7 +90,7 @@ def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
     assert not d.wait.wait_for_pages(KEYS)
     assert time.monotonic() - began < LONG_S / 2
     assert d.num_waits() == 1
-    assert d.wait.arrivals(KEYS) is None
+    assert d.wait.page_counts(KEYS) is None
 
 
 @pytest.mark.parametrize(
@@ -99,15 +101,15 @@ def test_pages_that_do_not_come_are_given_up_and_not_expected(serve, bounds):
         ((1, StoreError("away"), 4), 1.0, 0.0, [1]),
         ((1, 2, 4), 0.0, 16.0, [1, 2, 4]),
     ],
-    ids=["each page gives the next its time", "a stall ends", "an error ends", "loads count not"],
+    ids=["each page gives the next its time", "a timeout ends", "an error ends", "loads count not"],
 )
 def test_a_load_follows_as_long_as_pages_come(script, step, load_s, followed):
     clock, settings = Clock(step=step), settings_of(handoff_wait_s=1000)
-    wait = PageWait(settings, Scripted(0, 1, *script), Metrics(), stall_s=8.0, clock=clock)
+    wait = PageWait(settings, Scripted(0, 1, *script), Metrics(), page_timeout_s=8.0, clock=clock)
     with contextlib.closing(wait):
         assert wait.wait_for_pages(KEYS)
         found = []
-        for number in wait.arrivals(KEYS):
+        for number in wait.page_counts(KEYS):
             found.append(number)
             clock.now += load_s
     assert found == followed
