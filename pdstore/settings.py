@@ -39,8 +39,8 @@ _DAY_S = 86_400.0
 _MAX_TTL_S = 3650 * 86_400  # redis and the arena count shorter times than this without overflow
 _MAX_BYTES = 1 << 62
 MAX_LAYER_RANGES = 64
-LOOKUP_WAIT_S = 1.0
-"""The longest time that a prompt without a hand-off waits for the store's answer."""
+LOOKUP_TIMEOUT_S = 1.0
+"""Timeout of the wait for the store's answer, for a prompt without a hand-off."""
 _SHORT_TTL_S = 60
 _LARGE_BLOCK = 4096  # tokens; most prompts are shorter
 
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         description="If a hand-off falls short: `compute` the rest, or `fail` the request.",
     )
     deadline_s: Seconds = Field(
-        5.0, description="Time limit of a save or a load, to which each GB of it adds one second."
+        5.0, description="Timeout of a save or a load, to which each GB of it adds one second."
     )
     drain_s: WaitSeconds = Field(
         5.0, description="How long a stop waits for running jobs. The stop ends within 2 s more."

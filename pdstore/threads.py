@@ -1,4 +1,4 @@
-"""Worker, Ticker: named threads that survive errors and can be stopped. Deadline: a time limit."""
+"""Worker, Ticker: named threads that survive errors and can be stopped. Deadline."""
 
 from __future__ import annotations
 
@@ -142,10 +142,10 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 class Deadline:
-    """A time limit: a moment on the monotonic clock, `seconds` from now."""
+    """A point in time on the monotonic clock, `timeout_s` from now."""
 
-    def __init__(self, seconds: float) -> None:
-        self.at = time.monotonic() + seconds
+    def __init__(self, timeout_s: float) -> None:
+        self.at = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
         return max(0.0, self.at - time.monotonic())

@@ -276,7 +276,7 @@ def _compare_stores(first: Peer, other: Peer) -> Iterator[Finding]:
 def _get(url: str, timeout_s: float) -> bytes:
     """Returns at most 4 MiB of the body at a URL. Follows redirects, but uses no proxy.
 
-    The time-out of a socket is one for each read, so that a peer which sends a byte now and then
+    The timeout of a socket is one for each read, so that a peer which sends a byte now and then
     would be waited for without end. So the request runs beside its caller, who waits `timeout_s`.
     Raises ConfigError for a URL that is not HTTP; OSError or http.client.HTTPException.
     """

@@ -26,7 +26,7 @@ from pdstore.worker.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 60.0  # waited after a job's deadline, for a slow machine
+_MARGIN_S = 60.0  # added to a job's timeout, for a slow machine
 _MAX_ID = 1 << 15
 
 
@@ -138,7 +138,7 @@ def _expect(step: str, num_found: int, num_right: int) -> None:
 
 
 def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
-    result = job.wait(deadline_s + _GRACE_S)
+    result = job.wait(deadline_s + _MARGIN_S)
     if result.num_tokens != keys.num_tokens:
         why = f"{result.num_tokens} of {keys.num_tokens} tokens"
         why += f" ({result.reason.value if result.reason else 'unknown'})"

@@ -42,7 +42,7 @@ _UNEQUAL = (
 )
 _BETWEEN = (
     ": not in an engine's form, so a proxy or load balancer before it may have answered: look at"
-    " that one's log and time-outs"
+    " that one's log and timeouts"
 )
 _REDIRECT = ": a redirect, which is not followed: write the URL of the instance itself"
 _JSON = {"content-type": "application/json"}

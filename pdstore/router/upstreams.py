@@ -63,7 +63,7 @@ class Upstream:
     def is_spared(self, rest_s: float) -> bool:
         """True while nobody shall wait for it.
 
-        When its time is over one request tries it, and the others go without for `rest_s` more.
+        When the interval is over one request tries it, and the others go without for `rest_s` more.
         """
         if self.silent_until is None:
             return False

@@ -40,9 +40,9 @@ class Verdict(enum.Enum):
     BEGUN = "P stores it now: enough for a lookup that follows"
     DEAD = "P has stopped beating", Reason.HANDOFF_DEAD
     GONE = "the store has no sign of P or of the hand-off", Reason.HANDOFF_GONE
-    LATE = "its time is up", Reason.HANDOFF_LATE
+    LATE = "its deadline has passed", Reason.HANDOFF_LATE
     OTHER_POOL = "P uses another pool", Reason.OTHER_POOL
-    ANSWERED = "its lookup was cancelled, or its time is long up"
+    ANSWERED = "its lookup was cancelled, or its deadline passed long ago"
 
     def __init__(self, means: str, reason: Reason | None = None) -> None:
         self.means = means

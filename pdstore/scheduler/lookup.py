@@ -71,7 +71,7 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
 
 
 class Lookup:
-    """A match under way. It ends once: with an answer, by `cancel`, or when its time is up.
+    """A match under way. It ends once: with an answer, by `cancel`, or at its deadline.
 
     Any thread may call it. A signal handler must not, because it takes locks.
 
@@ -107,7 +107,7 @@ class Lookup:
         self._ended = threading.Event()
 
     def poll(self) -> Match | None:
-        """Returns the match; None until the lookup has ended or its time is up. Never blocks.
+        """Returns the match; None until the lookup has ended or is past its deadline. Never blocks.
 
         Ends the lookup if the store hangs: the store will not tell of P's markers in time.
         """
@@ -147,7 +147,7 @@ class Lookup:
 
     @property
     def is_answered(self) -> bool:
-        """True if the lookup has ended. Unlike `poll`, does not end a lookup whose time is up."""
+        """True if the lookup has ended. Unlike `poll`, does not end a lookup that is late."""
         return bool(self._answers)
 
 

@@ -19,7 +19,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
 from pdstore.scheduler.mismatch import Mismatches
-from pdstore.settings import LOOKUP_WAIT_S, Settings, doubts_of
+from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, doubts_of
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
@@ -40,7 +40,7 @@ class PrefixCacheManager:
     longest_prompt: the maximum number of tokens of a prompt in the engine; None if not known.
     router_duty: what a router has to do where requests have no `kv_transfer_params`; D logs it when
       it finds nothing. None where they have them: the router has to relay those of P's answer.
-    lookup_wait_s: how long a lookup without a hand-off waits for the store.
+    lookup_timeout_s: of the wait for the store's answer, for a lookup without a hand-off.
     weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
     """
@@ -55,7 +55,7 @@ class PrefixCacheManager:
         longest_prompt: int | None = None,
         router_duty: str | None = None,
         weights_of: Callable[[Settings], str] | None = None,
-        lookup_wait_s: float = LOOKUP_WAIT_S,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
         self.namespace = namespace
         self.metrics = metrics or Metrics()
@@ -72,15 +72,15 @@ class PrefixCacheManager:
         self._claims: dict[bytes, float] = {}  # by a block's hash: when its save began
         self._closed = False
         self._pid = os.getpid()
-        self._lookup_wait_s = lookup_wait_s
+        self._lookup_timeout_s = lookup_timeout_s
         ask = partial(find, self._store)
-        self._queue = LookupQueue(ask, lookup_wait_s)
+        self._queue = LookupQueue(ask, lookup_timeout_s)
         self._watch = HandoffWatch(
             self._store,
             namespace,
             self.metrics,
             ask,
-            call_timeout_s=lookup_wait_s,
+            call_timeout_s=lookup_timeout_s,
             is_elsewhere=self._mismatches.is_elsewhere,
         )
 
@@ -273,9 +273,9 @@ class PrefixCacheManager:
         self._closed = True
         if os.getpid() != self._pid:
             return
-        limit = Deadline(_STOP_S)
+        deadline = Deadline(_STOP_S)
         for thread in (self._room, self._queue, self._watch, self._mismatches):
-            thread.close(limit.remaining_s())
+            thread.close(deadline.remaining_s())
         if self._owns_store:
             self._store.close()
 
@@ -285,13 +285,13 @@ class PrefixCacheManager:
         given = TransferParams.parse(params)
         handoff = given.handoff
         self._mismatches.check_roles(given, is_prefill=False)
-        wait_s = self._settings.handoff_wait_s if handoff else self._lookup_wait_s
+        timeout_s = self._settings.handoff_wait_s if handoff else self._lookup_timeout_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
         count = partial(self._count, keys, handoff)
         lookup = Lookup(
             keys,
             handoff,
-            wait_s,
+            timeout_s,
             count,
             follows=follows,
             num_tokens=num_tokens,

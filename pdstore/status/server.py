@@ -81,9 +81,9 @@ class StatusServer:
 
 
 class _TimedSocket(socket.socket):
-    """A connection with one time limit for all that it receives, and one for each part it sends.
+    """A connection with one timeout for all that it receives, and one for each part it sends.
 
-    A socket's own time-out begins again with each byte that comes.
+    A socket's own timeout begins again with each byte that comes.
     """
 
     limit_s: float

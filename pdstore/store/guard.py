@@ -88,7 +88,7 @@ class GuardedStore(HookedStore):
 
     @property
     def is_open(self) -> bool:
-        """True after `failures` failed calls in a row, or a time-out, until a call does not fail.
+        """True after `failures` failed calls in a row, or a timeout, until a call does not fail.
 
         Also true while a probe has no answer yet. Does no I/O.
         """

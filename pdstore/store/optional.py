@@ -38,7 +38,7 @@ class TellsChanges(Protocol):
         """Blocks until the store's number of changes differs from `seen`, at most for `timeout_s`.
 
         seen: the number that an earlier call returned. With None, the call returns at once.
-        Returns the present number: `seen` if the time limit has passed, else another number. The
+        Returns the present number: `seen` after the timeout, else another number. The
         number may change without a put, but each completed put of this host changes it. So a caller
         that takes the number before it searches for a key misses no put. Any thread may call it.
         Raises StoreError.

@@ -182,7 +182,7 @@ class NativeCopies(Protocol):
         """Returns the handle of a CUDA event; waits for any other event and returns 0."""
 
     def finish(self, ticket: Ticket) -> None:
-        """Waits for a copy without a time limit: the device may use the payloads until its end."""
+        """Waits for a copy without a timeout: the device may use the payloads until its end."""
 
 
 class BlockCopies(Protocol):

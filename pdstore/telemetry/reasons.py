@@ -70,7 +70,7 @@ ADVICE: dict[Reason, Advice] = {
         "whether somebody ran `pdstore purge`; the pool's size; `PDSTORE_HANDOFF_TTL_S`; P's log",
     ),
     Reason.DEADLINE: Advice(
-        "a job or a lookup took longer than its time limit",
+        "a job or a lookup had not ended at its deadline",
         "`pdstore_store_seconds`; the load of the store and its network",
     ),
     Reason.STORE_DOWN: Advice(

@@ -146,7 +146,7 @@ class Job:
     job any more, even if the store answers a call later.
 
     began: when the job was made, in monotonic seconds.
-    seconds: the time limit; it begins when the job no longer waits for earlier jobs.
+    timeout_s: begins when the job no longer waits for earlier jobs: that makes its deadline.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Job:
         direction: Direction,
         work: Work[Any],
         *,
-        seconds: float,
+        timeout_s: float,
         num_bytes: int = 0,
         urgency: Urgency = Urgency.ORDINARY,
     ) -> None:
@@ -162,8 +162,8 @@ class Job:
         self.num_bytes = num_bytes
         self.urgency = urgency
         self.began = time.monotonic()
-        self.deadline = Deadline(seconds)
-        self._seconds = seconds
+        self.deadline = Deadline(timeout_s)
+        self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = work.lock
         self._work: Work[Any] | None = work  # None from the end on
@@ -237,10 +237,10 @@ class Job:
         with self._lock:
             return self._poll()
 
-    def start_clock(self) -> None:
-        """Starts the time limit, after the job has waited for earlier jobs."""
+    def restart_timeout(self) -> None:
+        """Moves the deadline, after the job has waited for earlier jobs."""
         # in place: a worker that waits for slots of staging holds this object already
-        self.deadline.at = Deadline(self._seconds).at
+        self.deadline.at = Deadline(self._timeout_s).at
 
     def begin_turn(self) -> WorkerTurn | None:
         """Adds a worker to the job; returns None if the worker would have nothing to do."""
@@ -322,7 +322,7 @@ class WorkerTurn:
 
     @property
     def is_hung(self) -> bool:
-        """True while the worker is still in a store call although the job's time is up."""
+        """True while the worker is still in a store call although the deadline has passed."""
         return self._is_in_store and self.job.done and self.job.deadline.is_over()
 
     @property

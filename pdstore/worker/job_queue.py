@@ -1,4 +1,4 @@
-"""JobQueue: decides which job each worker does next, and ends jobs whose time is up.
+"""JobQueue: decides which job each worker does next, and ends jobs at their deadlines.
 
 One lock guards the ready jobs: for each direction a heap, and a list of those whose blocks the
 model has not computed. While the lock is held, no job is run or ended, and no I/O is done, but a
@@ -44,7 +44,7 @@ MAX_JOBS = 1024
 MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
 _MAX_ASKED = 8  # jobs that wait for the model; each choice asks so many of their events
-_CLOCK_S = 0.1  # jobs whose time is up are ended after so many seconds at the latest
+_CHECK_INTERVAL_S = 0.1  # a job ends so many seconds after its deadline at the latest
 STOP_S = 1.0
 """Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
 
@@ -138,12 +138,12 @@ class JobQueue:
         return job
 
     def wake(self, job: Job) -> None:
-        """Restarts a job's time limit; wakes workers for its new shares, or for its end."""
+        """Restarts a job's timeout; wakes workers for its new shares, or for its end."""
         if self.is_in_child:
             return
         with self._has_ready:
             if job in self._timed:
-                job.start_clock()
+                job.restart_timeout()
                 self._offer(job)
 
     @property
@@ -163,7 +163,7 @@ class JobQueue:
 
     @property
     def num_hung(self) -> int:
-        """The number of store calls that go on although their job's time is up."""
+        """The number of store calls that go on although their job's deadline has passed."""
         if self.is_in_child:
             return 0
         with self._has_ready:
@@ -199,14 +199,14 @@ class JobQueue:
     def _close(self, drain_s: float) -> None:
         self._wait_until_idle(drain_s)
         self._end_all()
-        limit = Deadline(STOP_S)
+        deadline = Deadline(STOP_S)
         self._wait_until_idle(STOP_S / 2)  # time to put the markers of failed hand-offs
         with self._has_ready:
             self._is_closed = True
             self._has_ready.notify_all()
         self._end_all()
-        stuck = sum(not worker.join(limit.remaining_s()) for worker in self._workers)
-        self._clock.stop(limit.remaining_s())
+        stuck = sum(not worker.join(deadline.remaining_s()) for worker in self._workers)
+        self._clock.stop(deadline.remaining_s())
         for gauge, _ in self._gauges():  # the metrics outlive the queue
             gauge.set_function(lambda: 0)
         if stuck:
@@ -216,9 +216,9 @@ class JobQueue:
         for job in list(self._alive):
             job.end_with(Reason.CLOSED, PoolClosed("the pool was closed"))
 
-    def _wait_until_idle(self, seconds: float) -> None:
+    def _wait_until_idle(self, timeout_s: float) -> None:
         with self._is_idle:
-            self._is_idle.wait_for(lambda: not self._alive, seconds)
+            self._is_idle.wait_for(lambda: not self._alive, timeout_s)
 
     def _admit(self, job: Job) -> JobError | StoreError | None:
         """Adds a job to the waiting ones and returns None, or returns why it must be refused."""
@@ -244,7 +244,7 @@ class JobQueue:
         if earlier:
             earlier[-1].on_end(partial(self._enqueue_after, earlier[:-1], job))
             return
-        job.start_clock()
+        job.restart_timeout()
         with self._has_ready:
             if job not in self._alive:
                 return
@@ -373,7 +373,7 @@ class JobQueue:
             late = [job for job in self._timed if job.deadline.at <= now]
         for job in late:
             job.end_with(Reason.DEADLINE, JobDeadline("the job's time was up"))
-        return _CLOCK_S
+        return _CHECK_INTERVAL_S
 
     def _gauges(self) -> list[tuple[Gauge, Callable[[], int]]]:
         """Returns gauges, each with a function for its value, which is called without the lock."""

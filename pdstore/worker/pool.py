@@ -40,7 +40,7 @@ from pdstore.worker.values import PromptBlocks, Tables, bytes_of
 
 log = logging.getLogger(__name__)
 
-_BYTES_PER_S = 1e9  # a job's time limit is one second longer for every so many bytes
+_BYTES_PER_S = 1e9  # a job's timeout is one second longer for every so many bytes
 _PIN_S = 30.0
 
 
@@ -164,8 +164,8 @@ class KVPool:
     ) -> OpenSave:
         """Starts a save that reads layers while the model still computes later layers.
 
-        The caller says with `layers_done` which layers may be read; this restarts the job's time
-        limit. To give up the save, cancel the job. The source blocks must stay as `save` says.
+        The caller says with `layers_done` which layers may be read; this moves the job's
+        deadline. To give up the save, cancel the job. The source blocks must stay as `save` says.
 
         plan: from `EngineRequest.plan_save` or `plan_answer_save`, as it is.
         block_ids, after: as in `save`.
@@ -186,7 +186,7 @@ class KVPool:
             Direction.SAVE,
             work,
             num_bytes=bytes_of(self.layout, keys, first_block),
-            seconds=self._settings.deadline_s + bytes_of(self.layout, keys, first) / _BYTES_PER_S,
+            timeout_s=self._settings.deadline_s + bytes_of(self.layout, keys, first) / _BYTES_PER_S,
             urgency=Urgency.HANDOFF if plan.is_handed_off else Urgency.ORDINARY,
         )
         if not self._queue.is_in_child:
@@ -248,12 +248,12 @@ class KVPool:
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
         work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
-        wait_s = 0.0 if follow is None else self._settings.handoff_wait_s
+        marker_timeout_s = 0.0 if follow is None else self._settings.handoff_wait_s
         job = Job(
             Direction.LOAD,
             work,
             num_bytes=num_bytes,
-            seconds=wait_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
+            timeout_s=marker_timeout_s + self._settings.deadline_s + num_bytes / _BYTES_PER_S,
             urgency=Urgency.ORDINARY if follow is None else Urgency.HANDOFF,
         )
         if follow is None:
@@ -265,8 +265,9 @@ class KVPool:
             self._mover.admission.found(prompt.keys.hashes())
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
+            block_timeout_s = self._settings.handoff_wait_s
             self._watch.add(
-                Follow(self._store, job, work, follow, block_timeout_s=wait_s, wake=wake)
+                Follow(self._store, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
             )
         return job
 
@@ -291,10 +292,10 @@ class KVPool:
         caller waits until the first call has ended. In the child of a fork it does nothing, because
         the threads, the device and the store are the parent's.
         """
-        limit = Deadline(self._settings.drain_s + STOP_S)
+        deadline = Deadline(self._settings.drain_s + STOP_S)
         if self._queue.close(self._settings.drain_s):
             for thread in (self._heartbeat, self._watch):
-                thread.close(limit.remaining_s())
+                thread.close(deadline.remaining_s())
             self._resources.close()
 
     def _put_started(self, announced: Announcement) -> Job:
@@ -304,8 +305,10 @@ class KVPool:
 
     def _put_marker(self, key: BlockKey, marker: Header) -> Job:
         """Starts a job that puts a marker."""
-        work, seconds = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
-        return self._submit_save(Job(Direction.SAVE, work, seconds=seconds, urgency=Urgency.MARKER))
+        work, timeout_s = MarkWork(self._mover, {key: marker}), self._settings.deadline_s
+        return self._submit_save(
+            Job(Direction.SAVE, work, timeout_s=timeout_s, urgency=Urgency.MARKER)
+        )
 
     def _submit_save(self, job: Job, after: Sequence[Job] = ()) -> Job:
         if not self._settings.publish:

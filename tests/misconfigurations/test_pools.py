@@ -17,7 +17,7 @@ from pdstore.cli.doctor import try_store
 from pdstore.errors import Reason
 from pdstore.format.handoff import Handoff
 from pdstore.metrics import Metrics
-from pdstore.settings import LOOKUP_WAIT_S, read_settings
+from pdstore.settings import LOOKUP_TIMEOUT_S, read_settings
 from pdstore.store.connect import connect_store
 from pdstore.store.guard import OPEN_S, guard_of
 from pdstore.store.url import without_secret
@@ -37,9 +37,11 @@ def over(redis_server, closed_after):
     just when a TLS handshake begins.
     """
 
-    def over(url, *, lookup_wait_s=LOOKUP_WAIT_S, open_s=OPEN_S, **changes):
+    def over(url, *, lookup_timeout_s=LOOKUP_TIMEOUT_S, open_s=OPEN_S, **changes):
         store = connect_store(read_settings(store=url, **changes), Metrics(), open_s=open_s)
-        return closed_after(Instance(closed_after(store), lookup_wait_s=lookup_wait_s, **changes))
+        return closed_after(
+            Instance(closed_after(store), lookup_timeout_s=lookup_timeout_s, **changes)
+        )
 
     return over
 
@@ -147,7 +149,7 @@ def test_a_server_that_speaks_something_else_is_called_that(over, caplog):
 def test_tls_to_a_server_without_it_costs_seconds_and_says_so(over, caplog, redis_server):
     begin = time.monotonic()
     url = f"rediss://127.0.0.1:{redis_server().port}?timeout=1"
-    assert found(over(url, lookup_wait_s=SOON_S)).reason is Reason.STORE_DOWN
+    assert found(over(url, lookup_timeout_s=SOON_S)).reason is Reason.STORE_DOWN
     assert time.monotonic() - begin < SOON_S
     assert_said(caplog, "a server without it is redis://")
 

@@ -238,7 +238,7 @@ class Actors:
             started = self._handoff.started_marker(self.namespace, self.namespace.num_shards, 0)
             self._mark(mover, self._started, started)
         work = SaveWork(mover, self._prompt(rank), SavePlan(self.keys, handoff=self._handoff))
-        job = Job(Direction.SAVE, work, num_bytes=1, seconds=60)
+        job = Job(Direction.SAVE, work, num_bytes=1, timeout_s=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
             pieces = Split(1).ranges(0, len(self.keys), 2)
@@ -299,7 +299,7 @@ class Actors:
         if self.shape.num_steps:
             kind = SteppedLoad if self.rules.asks_once else TornLoad
         work = kind(self._mover(self._decode_rank, store), prompt, 0, None)
-        job = Job(Direction.LOAD, work, num_bytes=1, seconds=60)
+        job = Job(Direction.LOAD, work, num_bytes=1, timeout_s=60)
         if found.follow is None:
             work.release(Split(1).ranges(0, len(found.keys), 2))
             work.close()
@@ -348,4 +348,4 @@ class Actors:
         return Mover(context, StagedTransfer(context, rank.staging, Split(1)))
 
     def _mark(self, mover: Mover, key: BlockKey, marker: Header) -> None:
-        carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), seconds=60))
+        carry(Job(Direction.SAVE, MarkWork(mover, {key: marker}), timeout_s=60))

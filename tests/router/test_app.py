@@ -109,7 +109,7 @@ async def test_what_a_load_balancer_answers_is_told_as_such(
     role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def page(body: dict[str, Any]) -> Response:
-        return Response("<html>Gateway Time-out</html>", 504, media_type="text/html")
+        return Response("<html>Gateway Timeout</html>", 504, media_type="text/html")
 
     p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake()
     ({"prefill": p, "decode": d}[role]).reply = page

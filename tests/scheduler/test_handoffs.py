@@ -22,11 +22,11 @@ STORES = [Looked, KeyByKey, Telling]
 class Rig:
     """A manager over a store, and all that tests ask of it."""
 
-    def __init__(self, store, lookup_wait_s=1.0, **changes):
+    def __init__(self, store, lookup_timeout_s=1.0, **changes):
         self.store = store
         settings = settings_of(**{"handoff_wait_s": 30.0, **changes})
         self.cache = PrefixCacheManager(
-            settings, NAMESPACE, store=store, lookup_wait_s=lookup_wait_s
+            settings, NAMESPACE, store=store, lookup_timeout_s=lookup_timeout_s
         )
         self.keys = self.cache.keys(range(10))
 
@@ -104,7 +104,7 @@ def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(ri
 
 @pytest.mark.parametrize(("said", "least_s"), [({}, 0.5), ({"last_save": "store_slow"}, 0.1)])
 def test_a_wait_ends_when_its_store_call_hangs_and_sooner_if_p_could_not_store(rig, said, least_s):
-    one = rig(lookup_wait_s=0.1)
+    one = rig(lookup_timeout_s=0.1)
     eventually(lambda: one.cache.pool_id)
     one.store.released.clear()
     start = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_wait_ends_when_its_store_call_hangs_and_sooner_if_p_could_not_store(r
 
 
 def test_after_a_call_that_hung_the_next_waits_are_asked_for_at_once(rig):
-    one, handoff = rig(lookup_wait_s=0.1), HandoffId.new()
+    one, handoff = rig(lookup_timeout_s=0.1), HandoffId.new()
     one.store.released.clear()
     assert one.lookup(HandoffId.new()).wait(10).reason is Reason.STORE_SLOW
     eventually(lambda: one.cache.lookup(one.keys).poll())  # the one after it does not wait at all

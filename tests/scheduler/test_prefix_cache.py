@@ -73,7 +73,7 @@ def test_a_prompt_that_is_a_token_longer_than_the_handed_over_one_finds_all_of_i
 
 def test_a_store_that_hangs_is_a_miss_at_the_deadline(instance, store):
     faulty = Faulty(store)
-    d = instance(over=faulty, lookup_wait_s=0.05)
+    d = instance(over=faulty, lookup_timeout_s=0.05)
     eventually(lambda: d.cache.pool_id)
     faulty.hold()
     start = time.monotonic()
@@ -193,7 +193,7 @@ def test_a_malformed_handoff_is_an_error_of_that_request(instance):
 
 def test_while_the_store_hangs_later_lookups_are_answered_at_once(instance, store):
     faulty = Faulty(store)
-    d = instance(over=faulty, lookup_wait_s=0.05)
+    d = instance(over=faulty, lookup_timeout_s=0.05)
     eventually(lambda: d.cache.pool_id)
     faulty.hold()
     assert find(d, range(100)).reason is Reason.DEADLINE

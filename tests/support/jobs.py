@@ -54,7 +54,7 @@ def job_of(
     urgency: Urgency = Urgency.ORDINARY,
 ) -> Job:
     work = body if isinstance(body, Work) else Shares(last=body)
-    return Job(direction, work, num_bytes=num_bytes, seconds=seconds, urgency=urgency)
+    return Job(direction, work, num_bytes=num_bytes, timeout_s=seconds, urgency=urgency)
 
 
 def carry(job: Job) -> JobResult | None:

@@ -13,7 +13,7 @@ from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Se
 from pdstore.format.handoff import Handoff
 from pdstore.format.keys import Json
 from pdstore.format.layout import Pipeline
-from pdstore.settings import LOOKUP_WAIT_S, read_settings
+from pdstore.settings import LOOKUP_TIMEOUT_S, read_settings
 from pdstore.store.transfer import RANGE_BYTES
 from pdstore.worker.job_queue import MAX_JOBS
 from pdstore.worker.swap.base import Swap
@@ -62,7 +62,7 @@ class Instance:
         pipeline: Pipeline | None = None,
         swap: Callable[[Layout, list], Swap] | None = None,
         max_jobs: int = MAX_JOBS,
-        lookup_wait_s: float = LOOKUP_WAIT_S,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
         rank: tuple[int, int] = (0, 1),
         page: str | None = None,
         **changes: object,
@@ -84,7 +84,7 @@ class Instance:
         if page is not None:  # head before token, as pages of one head must be
             self.caches = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in self.caches]
         self.cache = PrefixCacheManager(
-            self.settings, self.namespace, store=store, lookup_wait_s=lookup_wait_s
+            self.settings, self.namespace, store=store, lookup_timeout_s=lookup_timeout_s
         )
         self.pool = KVPool(
             self.settings,

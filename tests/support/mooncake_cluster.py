@@ -33,7 +33,7 @@ from pdstore.testing.values import get, put
 from tests.support.kv import eventually
 
 LEASE_S, CLIENT_TTL_S, DISCARD_S = 3.0, 4, 3
-RPC_S = 1.0  # the library reads its time-outs once per process: shorter ones than in production
+RPC_S = 1.0  # the library reads its timeouts once per process: shorter ones than in production
 SEGMENT = 256 << 20
 set_missing_variables(
     {

@@ -132,7 +132,7 @@ def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
     split = Split(3 * prompt.values_from(0, 0).sizes[0])
     work = LoadWork(SimpleNamespace(transfer=SimpleNamespace(split=split)), prompt, 0, None)
     store = open_store("memory://", settings_of())
-    job = Job(Direction.LOAD, work, seconds=60)
+    job = Job(Direction.LOAD, work, timeout_s=60)
     waiter = Follow(store, job, work, ONE, block_timeout_s=9.0, wake=lambda: None, clock=clock)
     first, middle, last = (keys.store_keys(d.layout.parts_of[n]) for n in range(3))
 

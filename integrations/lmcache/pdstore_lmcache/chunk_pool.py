@@ -22,7 +22,7 @@ from pdstore.errors import (
     reason_of,
 )
 from pdstore.metrics import Metrics
-from pdstore.settings import LOOKUP_WAIT_S, Settings
+from pdstore.settings import LOOKUP_TIMEOUT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.threads import Ticker, Worker
@@ -81,12 +81,12 @@ class ChunkPool:
         metrics: Metrics,
         store: Store | None = None,
         *,
-        lookup_wait_s: float = LOOKUP_WAIT_S,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
         max_calls: int = 1024,
     ) -> None:
         self._settings = settings
         self._num_workers = settings.workers or 8  # 16 would have too little staging each
-        self._lookup_wait_s = lookup_wait_s
+        self._lookup_timeout_s = lookup_timeout_s
         self._max_calls = max_calls
         self._names = names
         self._metrics = metrics
@@ -118,7 +118,7 @@ class ChunkPool:
     ) -> None:
         """Looks for chunks, and leases those that are stored."""
         works = [lambda task: self._find(task, chunks)]
-        self._begin(None, len(chunks), self._lookup_wait_s, ended, works)
+        self._begin(None, len(chunks), self._lookup_timeout_s, ended, works)
 
     def load(self, chunks: Sequence[ChunkMemory], ended: Callable[[Ended], None]) -> None:
         """Loads chunks into LMCache's memory; of one that is not right, no byte is written."""

@@ -74,7 +74,7 @@ def test_what_was_saved_is_found_and_loaded(open_pool):
 @pytest.mark.parametrize("call", ["find", "load", "save"])
 def test_a_hung_store_costs_the_deadline_and_a_miss(open_pool, store, call):
     """Nothing that comes after the deadline is written."""
-    pool, late = open_pool({"lookup_wait_s": 0.2}, deadline_s=0.2), memories()
+    pool, late = open_pool({"lookup_timeout_s": 0.2}, deadline_s=0.2), memories()
     if call == "load":
         ended(pool.save, memories(7))
     store.hold()

@@ -12,7 +12,7 @@ from pdstore.errors import Reason
 from pdstore.format.keys import PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
-from pdstore.settings import LOOKUP_WAIT_S, Settings
+from pdstore.settings import LOOKUP_TIMEOUT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.watch import Backoff
 
@@ -41,7 +41,7 @@ class PageWait:
     settings: Settings
     store: Store
     metrics: Metrics
-    page_timeout_s: float = LOOKUP_WAIT_S
+    page_timeout_s: float = LOOKUP_TIMEOUT_S
     batch_pages: int = 128
     max_empty_waits: int = 3
     retry_interval_s: float = 5.0

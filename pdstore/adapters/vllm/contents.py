@@ -158,7 +158,7 @@ class Contents:
         asked.content = _UNKNOWN
 
     def _settle(self, asked: _Asked, wait_s: float, most_s: float) -> None:
-        """Decides on a request whose digests are there, or whose time is up."""
+        """Decides on a request whose digests are there, or whose deadline has passed."""
         asked.deadline = asked.deadline or Deadline(most_s)
         is_late = not asked.have_ended(wait_s)
         if is_late and not asked.deadline.is_over():

@@ -63,7 +63,7 @@ class PDStoreConnectorWorker:
     """Runs the loads and saves that each step's metadata lists, and reports their outcome.
 
     vLLM's worker thread calls it. Every load is reported, whatever happens, because vLLM waits for
-    the report without a time limit.
+    the report without a timeout.
 
     open_saves: the saves of the current step that still wait for layers to be computed.
     loads_at_once: True if no step in flight uses the blocks that vLLM gives to a load. Where steps

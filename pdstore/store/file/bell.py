@@ -68,12 +68,12 @@ class Bell:
             self._listen()
         if seen is None:
             return self._number
-        limit = Deadline(timeout_s)
-        while self._number == seen and not limit.is_over():
-            if self._polling.acquire(timeout=limit.remaining_s()):
+        deadline = Deadline(timeout_s)
+        while self._number == seen and not deadline.is_over():
+            if self._polling.acquire(timeout=deadline.remaining_s()):
                 try:
                     if self._number == seen:
-                        self._poll(limit.remaining_s())
+                        self._poll(deadline.remaining_s())
                 finally:
                     self._polling.release()
         return self._number

@@ -32,7 +32,7 @@ BOUNCE_BYTES = 64 << 20
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch that has so many bytes and _FEW_KEYS keys is full
 _MAX_KEYS = 2048
-_PAUSES_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
+_RETRY_INTERVALS_S = (0.01, 0.03, 0.09)  # the master evicts after a put that found no room
 
 
 class _Slab(NamedTuple):
@@ -109,7 +109,7 @@ class Batches:
 
     If reading a batch takes longer than the lease, all of it is lost. So a batch is no larger than
     what can be moved in a third of the lease at the recent rate. Small batches also limit the time
-    that a hung peer costs: the library's time-out for one batch, after which the caller stops.
+    that a hung peer costs: the library's timeout for one batch, after which the caller stops.
 
     clients: connections, each made when it is needed; the library has one thread for each.
     memory: the slabs that the transport can move; None if the transport can move any memory.
@@ -164,7 +164,7 @@ class Batches:
         """
         codes = [NO_ROOM] * len(keys)
         has_pressure = time.monotonic() < self._pressure_until
-        for pause in (0.0,) if has_pressure else (0.0, *_PAUSES_S):
+        for pause in (0.0,) if has_pressure else (0.0, *_RETRY_INTERVALS_S):
             time.sleep(pause)
             start = time.monotonic()
             self._put_those_with(NO_ROOM, codes, keys, slots, config)

@@ -82,8 +82,8 @@ class Client:
     server: the server that must answer before the library is called.
     set_up: makes the library's object and connects it; returns the code of a `setup` that failed.
     before_close: called before an object that was set up is closed.
-    gives_up_s: if a call fails after this time, the library may have given it up. It is a little
-      less than the library's 60 s, because the library has another clock.
+    library_timeout_s: if a call fails after this time, the library's own timeout may have ended it.
+      It is a little less than the library's 60 s, because the library has another clock.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Client:
         server: Server,
         set_up: Callable[[], Raw | int],
         before_close: Callable[[], None] = lambda: None,
-        gives_up_s: float = 55.0,
+        library_timeout_s: float = 55.0,
     ) -> None:
         self.codes: Counter[str] = Counter()
         self._label = label
         self._server = server
         self._set_up = set_up
         self._before_close = before_close
-        self._gives_up_s = gives_up_s
+        self._library_timeout_s = library_timeout_s
         self.lifecycle = Lifecycle(label)
         self._setting_up = threading.Lock()
         self._changed = threading.Condition()  # guards what follows
@@ -177,7 +177,7 @@ class Client:
             else:
                 codes = raw.batch_put_from(*values, config)
         self.count_codes(codes)
-        if time.monotonic() - began > self._gives_up_s and any(code < 0 for code in codes):
+        if time.monotonic() - began > self._library_timeout_s and any(code < 0 for code in codes):
             self._end_transfers(raw)
         return codes
 

@@ -33,7 +33,7 @@ _RENEW_S = 1.0
 """Minimum time between two renewals of a pool: the address may lead to a replica for good."""
 
 _ELSEWHERE = (MovedError, AskError, *_OF_A_REPLICA, redis.ConnectionError)
-"""Errors after which a command is sent to another node; not a time-out, which took long already."""
+"""Errors after which a command is sent to another node; not a timeout, which took long already."""
 
 _LATER = (redis.TimeoutError, ClusterDownError)
 """Errors after which the next call reads the map of the slots again."""

@@ -139,7 +139,7 @@ def _lasting(url: StoreURL, *, is_tls: bool, is_of_sentinel: bool) -> dict[str, 
 def _renewing(base: type[Any], idle_s: float) -> type[Any]:
     """Returns a class of connections that connect anew after an idle time of over `idle_s`.
 
-    What a middlebox has forgotten would swallow the command, and cost the whole time limit.
+    What a middlebox has forgotten would swallow the command, and cost the whole timeout.
     """
 
     class Renewing(base):  # type: ignore[misc]

@@ -228,7 +228,7 @@ class NativeSwap(Swap):
         return int(event.cuda_event) if isinstance(event, torch.cuda.Event) else FOLLOW_NOTHING
 
     def finish(self, ticket: Ticket) -> None:
-        """Waits for a copy without a time limit: the device may use the payloads until its end."""
+        """Waits for a copy without a timeout: the device may use the payloads until its end."""
         while not ticket.wait(_WAIT_S):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 

@@ -86,7 +86,7 @@ class SwapNativeCopies:
         return self._swap.handle_of(ready)
 
     def finish(self, ticket: Ticket) -> None:
-        """Waits for a copy without a time limit: the device may use the payloads until its end."""
+        """Waits for a copy without a timeout: the device may use the payloads until its end."""
         self._swap.finish(ticket)
 
 

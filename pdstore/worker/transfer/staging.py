@@ -109,9 +109,9 @@ class PinnedMemory:
 
         Raises the error of a span that failed, or TimeoutError.
         """
-        limit = Deadline(timeout_s)
-        while not self.is_ready(min(self._report_s, limit.remaining_s())):
-            if limit.is_over():
+        deadline = Deadline(timeout_s)
+        while not self.is_ready(min(self._report_s, deadline.remaining_s())):
+            if deadline.is_over():
                 raise TimeoutError(f"staging is {self._state()} after {timeout_s:.0f} s")
             log.info("staging is %s", self._state())
 
@@ -126,8 +126,8 @@ class PinnedMemory:
     def close(self, timeout_s: float = 1.0) -> None:
         """Unregisters all spans, the last one first. Call it before the memory is freed."""
         self._stopped.set()
-        limit = Deadline(timeout_s)
-        if not all(worker.join(limit.remaining_s()) for worker in self._workers):
+        deadline = Deadline(timeout_s)
+        if not all(worker.join(deadline.remaining_s()) for worker in self._workers):
             log.warning("staging is still being pinned at close")
             return
         self._undo()

@@ -94,7 +94,7 @@ def test_a_server_that_hangs_at_the_close_leaves_the_connection_open(open_client
 def test_a_transfer_that_the_library_gave_up_ends_with_its_connection(open_client, raw):
     """Rule 13, as soon as no other call runs on it; calls are refused until then."""
     other, keys = RawDouble(), fresh_keys(1)
-    client = open_client(raw, other, gives_up_s=-1.0)
+    client = open_client(raw, other, library_timeout_s=-1.0)
     raw.script, raw.values = [("get", [-800])], {keys[0]: 8}
     with client.call():
         join = start_background(lambda: client.move(keys, [0], [8], None))

@@ -118,7 +118,7 @@ def test_a_node_that_hangs_costs_a_call_one_time_out(cluster, store):
         with pytest.raises(StoreTimeout) as caught:
             get(store, keys, [1] * 60)
         assert caught.value.num_done == first
-        assert time.monotonic() - start < 5, "not a time-out for each of twenty keys"
+        assert time.monotonic() - start < 5, "not a timeout for each of twenty keys"
     finally:
         cluster.masters[1].resume()
     wait_until_found(store, keys)
