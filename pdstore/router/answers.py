@@ -42,17 +42,17 @@ class WholeAnswer:
 
 
 async def ask(
-    client: httpx.AsyncClient, request: httpx.Request, within_s: float, most_bytes: int = MAX_BYTES
+    client: httpx.AsyncClient, request: httpx.Request, timeout_s: float, most_bytes: int = MAX_BYTES
 ) -> WholeAnswer:
     """Returns the answer to a request, all of it.
 
     Raises httpx.TransportError: ConnectError or ConnectTimeout if the instance cannot be reached,
-    ReadTimeout if the answer was not whole in `within_s` seconds, TooLong.
+    ReadTimeout if the answer was not whole in `timeout_s` seconds, TooLong.
     """
-    timeout = httpx.Timeout(within_s, connect=min(CONNECT_S, within_s))
+    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
     request.extensions["timeout"] = timeout.as_dict()
     try:
-        with anyio.fail_after(within_s):
+        with anyio.fail_after(timeout_s):
             answer = await client.send(request, stream=True)
             try:
                 content = await gather(answer.aiter_bytes(), most_bytes)
@@ -61,7 +61,7 @@ async def ask(
             finally:
                 await close(answer)
     except (TimeoutError, httpx.ReadTimeout) as error:
-        raise httpx.ReadTimeout(f"no whole answer in {within_s:g} s") from error
+        raise httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s") from error
     media_type = answer.headers.get("content-type", "application/json")
     return WholeAnswer(answer.status_code, content, media_type)
 

@@ -93,7 +93,7 @@ class Calls:
         """
         content = _content(prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn(asked.body):
-            if upstream.is_spared(self.prefill_s):
+            if upstream.is_skipped(self.prefill_s):
                 continue
             try:
                 answer = await self._prefill_on(upstream, asked, content)
@@ -130,7 +130,7 @@ class Calls:
             return None
         except httpx.ReadTimeout as error:
             self._failed(upstream, asked, error)
-            upstream.fell_silent(self.prefill_s)  # the client has waited long enough
+            upstream.timed_out(self.prefill_s)  # the client has waited long enough
             raise _BrokeOff from error
         except httpx.TransportError as error:
             self._failed(upstream, asked, error)

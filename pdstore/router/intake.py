@@ -109,7 +109,7 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, limits: Limits, *arguments: object, **named: object) -> None:
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
-        self._limit_s = limits.header_timeout_s
+        self._header_timeout_s = limits.header_timeout_s
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -129,7 +129,7 @@ class TimedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
         elif self._timer is None:
-            self._timer = self.loop.call_later(self._limit_s, self._cut)
+            self._timer = self.loop.call_later(self._header_timeout_s, self._cut)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -139,7 +139,7 @@ class TimedProtocol(H11Protocol):
     def _cut(self) -> None:
         if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
             body = Refusal.saying(
-                408, f"the headers did not arrive within {self._limit_s:g} s"
+                408, f"the headers did not arrive within {self._header_timeout_s:g} s"
             ).body
             head = f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             self.transport.write(b"HTTP/1.1 408 Request Timeout\r\n" + head + body)

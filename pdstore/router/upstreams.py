@@ -14,7 +14,7 @@ from pdstore.router.bodies import Json, encode
 
 Role = Literal["prefill", "decode"]
 
-_REST_S = 2.0
+_RETRY_INTERVAL_S = 2.0
 _OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
@@ -23,19 +23,19 @@ class Upstream:
     """One engine instance.
 
     down_until: until then the others are asked first.
-    silent_until: until then nobody waits for it; None unless it let a request wait in vain.
+    skipped_until: until then nobody waits for it; None unless it let a request wait in vain.
     num_open: requests that it has and has not answered.
     """
 
     url: str
     role: Role
     down_until: float = 0.0
-    silent_until: float | None = None
+    skipped_until: float | None = None
     num_open: int = 0
 
     def went_down(self) -> None:
         """Notes that it could not be reached: for a while the others are asked first."""
-        self.down_until = time.monotonic() + _REST_S
+        self.down_until = time.monotonic() + _RETRY_INTERVAL_S
 
     def way_to(self, said: str) -> str:
         """Returns what to do where a connection fails, by the error's words; "" if nothing fits."""
@@ -51,26 +51,26 @@ class Upstream:
         """Notes that it can be reached."""
         self.down_until = 0.0
 
-    def fell_silent(self, rest_s: float) -> None:
-        """Notes that it let a request wait in vain: it is spared for so long."""
-        self.silent_until = time.monotonic() + rest_s
+    def timed_out(self, retry_interval_s: float) -> None:
+        """Notes that it let a request wait in vain: it is skipped for so long."""
+        self.skipped_until = time.monotonic() + retry_interval_s
 
     def answered(self) -> None:
         """Notes that it answered a request."""
         self.came_back()
-        self.silent_until = None
+        self.skipped_until = None
 
-    def is_spared(self, rest_s: float) -> bool:
+    def is_skipped(self, retry_interval_s: float) -> bool:
         """True while nobody shall wait for it.
 
-        When the interval is over one request tries it, and the others go without for `rest_s` more.
+        When the interval is over, one request tries it; the others skip it for one interval more.
         """
-        if self.silent_until is None:
+        if self.skipped_until is None:
             return False
         now = time.monotonic()
-        if now < self.silent_until:
+        if now < self.skipped_until:
             return True
-        self.silent_until = now + rest_s
+        self.skipped_until = now + retry_interval_s
         return False
 
 
@@ -95,7 +95,7 @@ class Rotation:
         self._first = (first + 1) % len(self.upstreams)
         turned = self.upstreams[first:] + self.upstreams[:first]
         if self._affinity is not None and body is not None:
-            up = [each for each in turned if max(each.down_until, each.silent_until or 0.0) <= now]
+            up = [each for each in turned if max(each.down_until, each.skipped_until or 0.0) <= now]
             chosen = self._affinity.choose(body, up or turned)
             turned.sort(key=lambda upstream: upstream is not chosen)
         return sorted(turned, key=lambda upstream: upstream.down_until > now)

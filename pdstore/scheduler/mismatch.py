@@ -96,34 +96,36 @@ _OTHER_WEIGHTS = (
 
 
 class MismatchLog:
-    """Logs a message again only after `silence_s`, and few different ones within `pause_s` seconds.
+    """Logs a message again only after `repeat_interval_s`, and few different ones in `interval_s`.
 
     What other instances send is in the messages, so that their number has to be limited: at most
-    `most` of them are logged in `pause_s` seconds. A message that is left out counts as not said.
+    `max_lines` of them are logged in `interval_s` seconds. What is left out counts as not logged.
     """
 
-    def __init__(self, silence_s: float = 600.0, pause_s: float = 1.0, most: int = 8) -> None:
-        self._silence_s = silence_s
-        self._pause_s = pause_s
-        self._most = most
-        self._said: OrderedDict[str, Deadline] = OrderedDict()
-        self._pause = Deadline(0.0)
+    def __init__(
+        self, repeat_interval_s: float = 600.0, interval_s: float = 1.0, max_lines: int = 8
+    ) -> None:
+        self._repeat_interval_s = repeat_interval_s
+        self._interval_s = interval_s
+        self._max_lines = max_lines
+        self._silent_until: OrderedDict[str, Deadline] = OrderedDict()
+        self._interval_end = Deadline(0.0)
         self._num_left = 0
 
     def warn(self, message: str, about: str | None = None) -> None:
         """Logs a message unless it is too soon. Messages with equal `about` count as the same."""
-        last = self._said.get(about or message)
+        last = self._silent_until.get(about or message)
         if last is not None and not last.is_over():
             return
-        if self._pause.is_over():
-            self._pause = Deadline(self._pause_s)
-            self._num_left = self._most
+        if self._interval_end.is_over():
+            self._interval_end = Deadline(self._interval_s)
+            self._num_left = self._max_lines
         if not self._num_left:
             return
         self._num_left -= 1
-        self._said[about or message] = Deadline(self._silence_s)
-        while len(self._said) > _MAX_MESSAGES:
-            self._said.popitem(last=False)
+        self._silent_until[about or message] = Deadline(self._repeat_interval_s)
+        while len(self._silent_until) > _MAX_MESSAGES:
+            self._silent_until.popitem(last=False)
         log.warning(message)
 
 
@@ -211,9 +213,11 @@ class Mismatches:
         self._label = store.label
         self._router_duty = router_duty
         self._log = MismatchLog()
-        self._no_handoffs = MismatchLog(silence_s=_HOUR_S)
+        self._no_handoffs = MismatchLog(repeat_interval_s=_HOUR_S)
         self._hour_with_handoffs = Deadline(0.0)  # an hour from the last one on
-        self._other_weights = MismatchLog(silence_s=float("inf"))  # one warning for each peer
+        self._other_weights = MismatchLog(
+            repeat_interval_s=float("inf")
+        )  # one warning for each peer
         self._reader: Ticker | None = None
         self._pool_thread = Ticker("pdstore-pool-id", self._look)
         if settings.weights and weights_of is not None:

@@ -179,16 +179,16 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
     return store
 
 
-_SILENCE_S = 60.0
+_WARNING_INTERVAL_S = 60.0
 _DAY_S = 86_400.0
 warned: dict[str, Deadline] = {}
 """Times until which a message is not logged again: scheduler and worker may be in one process."""
 
 
-def _warn_once(message: str, every_s: float = _SILENCE_S) -> None:
+def _warn_once(message: str, interval_s: float = _WARNING_INTERVAL_S) -> None:
     """Logs a warning, unless the other half of this instance has just logged the same."""
     if message not in warned or warned[message].is_over():
-        warned[message] = Deadline(every_s)
+        warned[message] = Deadline(interval_s)
         log.warning(message)
 
 
@@ -229,21 +229,21 @@ def _read_header(store: Store, key: BlockKey, slots: Slots) -> tuple[bool, block
     return is_there, block.read_header(slots.value(0)) if is_there else None
 
 
-_REST = 50  # a pause is so many times as long as `room` took, which may read every key
+_IDLE_FACTOR = 50  # the interval is at least so many times what `room` took: it may read every key
 
 
 class RoomWatch:
-    """Asks a store for its room every `every_s` seconds, on a thread of its own; sets the metrics.
+    """Asks a store for its room every `interval_s`, on a thread of its own; sets the metrics.
 
     A store that cannot tell its room gets no thread. After an error the metrics keep their numbers.
     It also keeps `GuardedStore.lasting_problem` up to date, and logs such a problem once.
     """
 
-    def __init__(self, store: Store, metrics: Metrics, every_s: float = 15.0) -> None:
+    def __init__(self, store: Store, metrics: Metrics, interval_s: float = 15.0) -> None:
         self._store = store.optional(TellsRoom)
         self._guard = guard_of(store)
         self._metrics = metrics
-        self._every_s = every_s
+        self._interval_s = interval_s
         self._num_evicted: int | None = None
         self._thread = Ticker("pdstore-room", self._turn) if self._store else None
 
@@ -265,7 +265,7 @@ class RoomWatch:
                 before = room.num_evicted if self._num_evicted is None else self._num_evicted
                 metrics.store_evictions.inc(max(0, room.num_evicted - before))
                 self._num_evicted = room.num_evicted
-        return max(self._every_s, _REST * (time.monotonic() - started_at))
+        return max(self._interval_s, _IDLE_FACTOR * (time.monotonic() - started_at))
 
     def _keep_problem(self, problem: str | None) -> None:
         if problem is not None:

@@ -118,13 +118,15 @@ def is_quiet(reason: Reason) -> bool:
 
 
 class Repeats:
-    """Limits lines of a log that repeat: the first is written, then at most one in `pause_s`.
+    """Limits lines of a log that repeat: the first is written, then at most one in `interval_s`.
 
     A later line says how many were left out. Any thread may call it.
     """
 
-    def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pause_s = pause_s
+    def __init__(
+        self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
         self._next: dict[Hashable, float] = {}
@@ -140,19 +142,21 @@ class Repeats:
             if now < self._next.get(about, now):
                 self._left_out[about] = self._left_out.get(about, 0) + 1
                 return None
-            self._next[about] = now + self._pause_s
+            self._next[about] = now + self._interval_s
             number = self._left_out.pop(about, 0)
         return f" ({number} more like it since the last such line)" if number else ""
 
 
 class ReasonLog:
-    """Warns when a reason occurs for the first time, and then at most once in `pause_s` seconds.
+    """Warns when a reason occurs for the first time, and then at most once in `interval_s` seconds.
 
     A later warning says how many warnings were left out. Any thread may call it.
     """
 
-    def __init__(self, pause_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._repeats = Repeats(pause_s, clock)
+    def __init__(
+        self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._repeats = Repeats(interval_s, clock)
 
     def warn(self, what: str, reason: Reason, error: BaseException | None = None) -> None:
         """Warns that `what` fell short, with the reason and what to look at.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
 _EXPORT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
-_SILENCE_S = 3600.0  # between two warnings that spans are not received
+_WARNING_INTERVAL_S = 3600.0  # between two warnings that spans are not received
 _NS = 1_000_000_000
 _NO_RECEIVER = (404, 405, 501)  # others, as 401, may be a receiver's
 REMEDY = "name an OTLP receiver's URL for HTTP, like http://HOST:4318, or leave it out"
@@ -79,12 +79,12 @@ def _telling_exporter(url: str, setting: str) -> SpanExporter:
     class Telling(OTLPSpanExporter):
         """Names the setting, which the SDK's own lines do not."""
 
-        _silence = Deadline(0.0)
+        _silent_until = Deadline(0.0)
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             result = super().export(spans)
-            if result is SpanExportResult.FAILURE and self._silence.is_over():
-                self._silence = Deadline(_SILENCE_S)
+            if result is SpanExportResult.FAILURE and self._silent_until.is_over():
+                self._silent_until = Deadline(_WARNING_INTERVAL_S)
                 why = why_not_received(url, _EXPORT_S) or "the receiver did not take them"
                 shown = _without_user(url).partition("?")[0]
                 log.warning("%s=%s: spans are lost: %s: %s", setting, shown, why, REMEDY)

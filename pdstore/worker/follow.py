@@ -20,7 +20,7 @@ from pdstore.worker.values import bytes_of
 _WINDOW = 128
 """Maximum number of keys in one match: these blocks must be loaded before their leases end."""
 _MAX_INTERVAL_S = 0.02  # between two searches: a store may not notice all changes
-_QUIET_S = 0.1  # after so long without a new block, P's id is asked for, and steps are small
+_PROBE_TIMEOUT_S = 0.1  # without a new block: then P's id is asked for, and steps are small
 
 
 class _Lane:
@@ -160,7 +160,7 @@ class Follow(Waiter):
         self._has_sign |= any(key in stored for key in self.wanted())
         self._learn_instance(asked_at)
         self._release(stored, asked_at)
-        is_quiet = asked_at - self._moved_at > min(_QUIET_S, self._block_timeout_s / 2)
+        is_quiet = asked_at - self._moved_at > min(_PROBE_TIMEOUT_S, self._block_timeout_s / 2)
         if is_quiet and any([lane.probe_next_key() for lane in self._lanes]):
             return _MAX_INTERVAL_S  # the next search is for other blocks
         silence = self._silence(stored, asked_at)
@@ -198,7 +198,7 @@ class Follow(Waiter):
 
     def _learn_instance(self, asked_at: float) -> None:
         """Reads P's instance id from a marker if the hand-off id lacks it and no block has come."""
-        if self._has_asked or asked_at - self._moved_at < _QUIET_S:
+        if self._has_asked or asked_at - self._moved_at < _PROBE_TIMEOUT_S:
             return
         try:
             started = read_marker(self._store, self._handoff.started(self._namespace))

@@ -88,6 +88,6 @@ async def test_a_short_prompt_and_a_chat_are_asked_as_well() -> None:
 
 async def test_a_silent_instance_gets_no_new_conversation() -> None:
     rotation = Rotation("prefill", ["http://a", "http://b"], by_prefix=True)
-    rotation.upstreams[0].fell_silent(60)
+    rotation.upstreams[0].timed_out(60)
     for user in range(4):
         assert rotation.in_turn({"prompt": prompt_of(user, 0)})[0].url == "http://b"

@@ -74,7 +74,7 @@ def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
 
 
 def test_messages_are_forgotten_in_the_end(caplog):
-    mismatches = MismatchLog(silence_s=60.0, pause_s=0.0)
+    mismatches = MismatchLog(repeat_interval_s=60.0, interval_s=0.0)
     for i in range(65):
         mismatches.warn(f"message {i}")
     mismatches.warn("message 0")
@@ -91,11 +91,11 @@ def test_two_different_messages_are_both_told_at_once_and_equal_ones_once(caplog
 
 
 def test_messages_that_peers_make_up_are_few_in_a_second_and_said_later(caplog):
-    mismatches = MismatchLog(pause_s=60.0, most=3)
+    mismatches = MismatchLog(interval_s=60.0, max_lines=3)
     for i in range(100):
         mismatches.warn(f"message {i}")
     assert len(caplog.records) == 3
-    soon = MismatchLog(pause_s=0.0, most=1)
+    soon = MismatchLog(interval_s=0.0, max_lines=1)
     for i in range(5):
         soon.warn(f"soon {i}")
     assert len(caplog.records) == 8

@@ -27,7 +27,7 @@ class Telling(Scripted):
 
 @pytest.fixture
 def watch(closed_after):
-    return lambda store, metrics: closed_after(RoomWatch(store, metrics, every_s=0.001))
+    return lambda store, metrics: closed_after(RoomWatch(store, metrics, interval_s=0.001))
 
 
 def shown(metrics, name):

@@ -29,7 +29,7 @@ def test_an_error_with_a_remedy_is_told_in_place_of_what_its_reason_usually_mean
 
 def test_each_reason_is_told_once_in_a_while_and_what_was_left_out_is_counted(caplog):
     clock = Clock()
-    reasons = ReasonLog(pause_s=60.0, clock=clock)
+    reasons = ReasonLog(interval_s=60.0, clock=clock)
     for _ in range(5):
         reasons.warn("a load", Reason.LOST)
         reasons.warn("a load", Reason.CORRUPT)

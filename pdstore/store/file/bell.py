@@ -33,21 +33,21 @@ class Bell:
     """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
 
     now_ns: the time of the file system, which may be another host's.
-    touch_s: a waiting process renews its pipe's modification time after so many seconds.
-    abandoned_s: a pipe of another boot is removed if its modification time is older than this.
+    touch_interval_s: a waiting process renews its pipe's modification time after so many seconds.
+    max_age_s: a pipe of another boot is removed if its modification time is older than this.
     """
 
     def __init__(
         self,
         root: Path,
         now_ns: Callable[[], int] = time.time_ns,
-        touch_s: float = 60.0,
-        abandoned_s: float = 86_400.0,
+        touch_interval_s: float = 60.0,
+        max_age_s: float = 86_400.0,
     ) -> None:
         self._folder = root / "bells"
         self._now_ns = now_ns
-        self._touch_s = touch_s
-        self._abandoned_s = abandoned_s
+        self._touch_interval_s = touch_interval_s
+        self._max_age_s = max_age_s
         self._touch_deadline = Deadline(0.0)
         self._boot = _boot_id()
         self._number = 0  # counts the times that a ring was read
@@ -93,7 +93,7 @@ class Bell:
     def _listen(self) -> None:
         """Renews the modification time of this process's pipe; makes a new pipe if it has none."""
         with self._polling:
-            self._touch_deadline = Deadline(self._touch_s)
+            self._touch_deadline = Deadline(self._touch_interval_s)
             if self._is_closed:
                 return
             if self._path is not None:
@@ -146,7 +146,7 @@ class Bell:
     def _remove_abandoned(self, path: Path) -> None:
         """Removes a pipe without a reader on this host, unless another host may still read it."""
         with contextlib.suppress(OSError):  # another ring may have removed it
-            is_old = self._now_ns() - path.lstat().st_mtime_ns > self._abandoned_s * 1e9
+            is_old = self._now_ns() - path.lstat().st_mtime_ns > self._max_age_s * 1e9
             # a pipe gets its name after its reader: one of this boot has lost its reader
             if is_old or path.name.startswith(f"{self._boot}-"):
                 path.unlink()

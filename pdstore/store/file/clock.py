@@ -24,19 +24,19 @@ class FileSystemClock:
     """Tells a file system's time; like `time.time_ns`, by another clock. Any thread may call it.
 
     stamp: has the file system stamp a file with its present time, and returns that time in ns.
-      Raises OSError. It is called every `keep_s` seconds at most; in between, the time since the
-      last stamp is measured on this host.
+      Raises OSError. It is called at most once in `interval_s`; in between, the time since
+      the last stamp is measured on this host.
     local_ns: returns this host's nanoseconds; only differences count.
     """
 
     def __init__(
         self,
         stamp: Callable[[], int],
-        keep_s: float = 10.0,
+        interval_s: float = 10.0,
         local_ns: Callable[[], int] = boot_ns,
     ) -> None:
         self._stamp = stamp
-        self._keep_ns = int(keep_s * _S)
+        self._interval_ns = int(interval_s * _S)
         self._local_ns = local_ns
         self._last: tuple[int, int] | None = None  # when it was measured here, and the difference
 
@@ -44,7 +44,7 @@ class FileSystemClock:
         """Returns the file system's time. Raises OSError if it was never told."""
         last = self._last
         here = self._local_ns()
-        if last is not None and here - last[0] < self._keep_ns:
+        if last is not None and here - last[0] < self._interval_ns:
             return here + last[1]
         return self.measured_ns()
 

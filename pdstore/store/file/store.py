@@ -48,7 +48,7 @@ _WRITABLE = "name a directory that this user may write to"
 _MANY = 64  # a match of so many keys or more is made by the native library
 _MAX_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
-_QUIET_S = 60.0
+_WARNING_INTERVAL_S = 60.0
 _WHY_TWO = ". A directory of one host is another one on the next, and in a container: mount it"
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
@@ -90,7 +90,7 @@ class FileStore(Store):
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
         self._built = built
-        self._quiet = Deadline(0.0)
+        self._silent_until = Deadline(0.0)
         with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
             self._bell = Bell(root, self._directory.clock.now_ns)
@@ -370,8 +370,8 @@ class FileStore(Store):
 
     def _give_up(self, path: str, why: int) -> None:
         is_moved = self._directory.move_away(path)
-        if self._quiet.is_over():
-            self._quiet = Deadline(_QUIET_S)
+        if self._silent_until.is_over():
+            self._silent_until = Deadline(_WARNING_INTERVAL_S)
             what = "it is moved away, to be stored again" if is_moved else "delete it"
             log.warning("%s cannot be read (%s), and others can: %s", path, os.strerror(why), what)
 

@@ -26,7 +26,7 @@ _PAGE = 4096
 SPAN_BYTES = 16 << 20
 """Bytes registered in one call: for 1 ms, no thread of the process can launch a kernel."""
 _BACKGROUND_BYTES = 4 << 30
-_PAUSE_S = 0.002  # between spans in the background, so that others can launch kernels
+_SPAN_INTERVAL_S = 0.002  # between spans in the background, so that others can launch kernels
 _POPULATORS = 4
 
 
@@ -80,7 +80,7 @@ class PinnedMemory:
         self.num_bytes = len(view)
         self._report_s = report_s
         self._is_needed = registrar is not None
-        self._pause_s = _PAUSE_S if self.num_bytes > _BACKGROUND_BYTES else 0.0
+        self._span_interval_s = _SPAN_INTERVAL_S if self.num_bytes > _BACKGROUND_BYTES else 0.0
         self._left: deque[Span] = deque()
         self._pinned: list[Span] = []
         self._lock = threading.Lock()  # one span is registered at a time
@@ -154,7 +154,7 @@ class PinnedMemory:
             if not self._is_over():
                 self._registrar.register(*span)
                 self._pinned.append(span)
-                self._stopped.wait(self._pause_s)
+                self._stopped.wait(self._span_interval_s)
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error

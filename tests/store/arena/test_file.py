@@ -66,7 +66,7 @@ def test_an_instance_whose_arena_was_removed_says_so(library, path, closed_after
     """By RemoveIPC of systemd-logind, or by hand: its own calls go on, so nothing else shows it."""
     old = closed_after(ArenaStore(library, directory=path.parent, size=4 * MIB))
     guard, keys = GuardedStore(old, Metrics()), fresh_keys(1)
-    closed_after(RoomWatch(guard, Metrics(), every_s=0.001))
+    closed_after(RoomWatch(guard, Metrics(), interval_s=0.001))
     put(guard, keys, [b"x"])
     assert (old.room().problem, problem_of(guard)) == (None, None)
     path.unlink()

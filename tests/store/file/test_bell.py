@@ -105,7 +105,7 @@ def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_d
 
 
 def test_a_listener_whose_pipe_was_removed_makes_another_and_misses_nothing(tmp_path):
-    with contextlib.closing(Bell(tmp_path, touch_s=0.0)) as bell:
+    with contextlib.closing(Bell(tmp_path, touch_interval_s=0.0)) as bell:
         seen = bell.wait_for_ring(None, 0.0)
         [name] = pipes(tmp_path)
         (tmp_path / "bells" / name).unlink()
