@@ -209,7 +209,7 @@ class Settings(BaseSettings):
         return None if str(value).startswith(ADDRESS_OF_KUBERNETES) else value
 
 
-def doubts_of(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
+def setting_warnings(settings: Settings, longest_prompt: int | None) -> Iterator[tuple[str, str]]:
     """Yields why a valid setting makes the instance useless, and what to write instead.
 
     longest_prompt: tokens of the longest prompt that the engine takes; None if not known.

@@ -9,12 +9,12 @@ import pytest
 from pdstore.errors import ConfigError
 from pdstore.settings import (
     Settings,
-    doubts_of,
     empty_settings,
     origin_of,
     parse_size,
     read_engine_settings,
     read_settings,
+    setting_warnings,
     variable_of,
 )
 from pdstore.store import StoreURL
@@ -149,7 +149,7 @@ def test_a_life_that_no_store_can_count_ends_the_start(monkeypatch, name, value)
     ],
 )
 def test_milliseconds_for_seconds_are_told_with_what_to_write(field, value, words):
-    [(said, remedy)] = doubts_of(Settings(**{field: value}), None)
+    [(said, remedy)] = setting_warnings(Settings(**{field: value}), None)
     assert said == f"{words}: it is in seconds"
     assert remedy.startswith(f"if milliseconds were meant, write {value / 1000:g}")
 

@@ -13,7 +13,7 @@ from pdstore.cli.answer import Finding, bad, info, ok, size, warn
 from pdstore.environment import plugins_of_vllm
 from pdstore.errors import NativeError
 from pdstore.native.library import load_library
-from pdstore.settings import Settings, doubts_of
+from pdstore.settings import Settings, setting_warnings
 from pdstore.status.server import settings_of
 from pdstore.store.connect import place_of
 from pdstore.store.url import Reach, without_secret
@@ -55,7 +55,7 @@ def check_settings(
             f"set it to {max(engine_block, settings.block_tokens // engine_block * engine_block)},"
             " the same for P and D, or name the engine's block by --engine-block",
         )
-    yield from (warn("settings", *doubt) for doubt in doubts_of(settings, longest))
+    yield from (warn("settings", *each) for each in setting_warnings(settings, longest))
     yield from _check_place(settings)
 
 

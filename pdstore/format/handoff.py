@@ -39,13 +39,13 @@ class HandoffId(NamedTuple):
 
     instance: the random id of the instance that saves the hand-off; it is in the keys of that
       instance's beats (`beat_key`). None if the instance is not known or does not beat.
-    is_doubtful: True if the instance could not store all of its last save. For such a hand-off it
-      stores the marker `started`.
+    last_save_failed: True if the instance could not store all of its last save. For such a hand-off
+      it stores the marker `started`.
     """
 
     hex: str
     instance: str | None = None
-    is_doubtful: bool = False
+    last_save_failed: bool = False
 
     @classmethod
     def new(cls, instance: str | None = None) -> HandoffId:

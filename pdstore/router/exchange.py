@@ -206,13 +206,13 @@ class ConcurrentExchange(Exchange):
         except Refusal as refusal:
             self._refusal = refusal
         else:
-            if published is not None and not _is_doubtful(published):
+            if published is not None and not _last_save_failed(published):
                 return
             self._params = published
         following.cancel()  # without effect once D has begun to answer
 
 
-def _is_doubtful(params: Json) -> bool:
+def _last_save_failed(params: Json) -> bool:
     """Returns whether P says that its last save fell short."""
     said = params.get("pdstore")
     return isinstance(said, dict) and said.get("last_save") is not None

@@ -24,9 +24,9 @@ from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
 _MAX_INTERVAL_S = 0.1  # between two calls of the store while it tells no change
-_SHORT_INTERVAL_S = 0.01  # the same for a doubtful hand-off: P could not store all of its last save
+_SHORT_INTERVAL_S = 0.01  # the same if P could not store all of its last save
 _HANG_TIMES = 5  # a call that takes so many times its timeout counts as one that timed out
-_DOUBT_S = 0.02  # a doubtful hand-off without `started` or `done` after this time has failed
+_SIGN_TIMEOUT_S = 0.02  # of the wait for `started` or `done` after such a save
 
 
 class Verdict(enum.Enum):
@@ -82,15 +82,15 @@ class HandoffWait(Waiter):
         self._started = name.started(namespace)
         self._done = [name.done(namespace, n) for n in range(namespace.num_shards)]
         self._num_asked = 1  # how many of `_done` to ask for; only one until that is stored
-        self._is_doubtful = self.handoff.last_save is not None
-        self._doubtful_until = float("inf")
+        self._may_have_failed = self.handoff.last_save is not None
+        self._sign_deadline = float("inf")
         # P's answer has just come, so P is alive now
         self._pulse = Pulse(namespace, name.instance, clock=clock)
 
     def wanted(self) -> list[BlockKey]:
         """Returns the keys that the store is to be asked for next."""
         signs = [self._failed]
-        if self.lookup.follows or self._is_doubtful:
+        if self.lookup.follows or self._may_have_failed:
             signs.append(self._started)
         return [*self._done[: self._num_asked], *signs, *self._pulse.beat_keys]
 
@@ -100,7 +100,7 @@ class HandoffWait(Waiter):
         if verdict is not None:
             self._end(self, verdict)
             return None
-        if self._is_doubtful:
+        if self._may_have_failed:
             return _SHORT_INTERVAL_S
         return min(_MAX_INTERVAL_S, self.lookup.marker_deadline.remaining_s())
 
@@ -134,11 +134,11 @@ class HandoffWait(Waiter):
         if not self._done:
             return Verdict.DONE
         has_started = self._started in stored
-        self._is_doubtful &= not (has_news or has_started)
-        self._doubtful_until = min(self._doubtful_until, asked_at + _DOUBT_S)
-        if self._failed in stored or (self._is_doubtful and asked_at > self._doubtful_until):
+        self._may_have_failed &= not (has_news or has_started)
+        self._sign_deadline = min(self._sign_deadline, asked_at + _SIGN_TIMEOUT_S)
+        if self._failed in stored or (self._may_have_failed and asked_at > self._sign_deadline):
             return Verdict.FAILED
-        if self._is_doubtful or not self.lookup.follows:
+        if self._may_have_failed or not self.lookup.follows:
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
             return None if has_news else Verdict.BEGUN  # first ask for the other shards' `done`

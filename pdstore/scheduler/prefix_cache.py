@@ -19,7 +19,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
 from pdstore.scheduler.mismatch import Mismatches
-from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, doubts_of
+from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
@@ -90,8 +90,8 @@ class PrefixCacheManager:
         label = self._store.label
         namespace = self.namespace.hex
         self.metrics.set_info(FORMAT_VERSION, role, namespace, label, lambda: self.pool_id)
-        for doubt in doubts_of(self._settings, longest_prompt):
-            log.warning("%s: %s", *doubt)
+        for warning in setting_warnings(self._settings, longest_prompt):
+            log.warning("%s: %s", *warning)
 
     def keys(
         self,

@@ -177,7 +177,7 @@ class KVPool:
         is_awaited = self._mover.is_awaited(plan)
         asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
-        if announce is None and handoff is not None and handoff.is_doubtful:
+        if announce is None and handoff is not None and handoff.last_save_failed:
             announce = Announcement(handoff, keys.num_tokens)
         if announce is not None:  # before the save begins, whose end ends the beats
             self._heartbeat.begin_beats(announce.handoff)

@@ -232,7 +232,7 @@ def test_p_says_that_it_will_not_store_while_its_own_store_does_not_answer(
 
     def said():
         handoff, params = p.cache.announce(p.cache.keys(range(9)))
-        assert handoff.is_doubtful == ("last_save" in params["pdstore"])
+        assert handoff.last_save_failed == ("last_save" in params["pdstore"])
         return params["pdstore"].get("last_save")
 
     eventually(lambda: p.cache.pool_id)
@@ -337,7 +337,7 @@ def test_an_answer_says_how_the_last_save_ended(instance):
     def said(*reasons):
         p.cache.note_saves(reasons)
         handoff, params = p.cache.announce(p.cache.keys(range(9)))
-        assert handoff.is_doubtful == ("last_save" in params["pdstore"])
+        assert handoff.last_save_failed == ("last_save" in params["pdstore"])
         return params["pdstore"].get("last_save")
 
     assert said() is None

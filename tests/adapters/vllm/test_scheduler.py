@@ -191,7 +191,7 @@ def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
         [save] = step(p, asked, len(PROMPT)).saves
         answer = p.finish_request(asked)["pdstore"]
         p.report(saved_with(save, reason))
-        assert save.plan.handoff.is_doubtful == ("last_save" in answer)
+        assert save.plan.handoff.last_save_failed == ("last_save" in answer)
         return answer.get("last_save")
 
     assert told(Reason.STORE_FULL) is None
