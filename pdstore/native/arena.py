@@ -141,20 +141,24 @@ class NativeArena:
             self._calls.pds_arena_free(self._handle)
 
     def find(
-        self, keys: Sequence[str], *, leases: bool, spared: tuple[int, float] | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        leases: bool,
+        lease_only_unread: tuple[int, float] | None = None,
     ) -> list[bool]:
         """Returns for each key whether it is stored.
 
         leases: True to lease the leading values that are stored. Then the keys after the first
           missing one are not looked up, and count as missing.
-        spared: an index and a monotonic time. Of the keys from the index on, no value is leased
-          that was put or leased at that time or later, and read since.
+        lease_only_unread: an index and a monotonic time: from this key on, a value that was put or
+          leased after that time is leased only if nobody has read it since.
         """
         # A call for few keys keeps the GIL, because beside a busy engine it takes long to get
         # it back. A call for many keys, or one that waits for the arena's lock, gives it up.
         stored = (c_uint8 * len(keys))()
         code = int(abi.Code.TIMEOUT)
-        first, at = spared or (len(keys), 0.0)
+        first, at = lease_only_unread or (len(keys), 0.0)
         values = joined(keys), len(keys), leases, first, int(at * 1e9), stored
         if len(keys) <= _SHORT_BATCH:
             code = self._short_calls.pds_arena_find(self._handle, _FIND_TIMEOUT_NS, *values)

@@ -79,18 +79,18 @@ class _Shelf:
             victims, _ = self._victims(num_bytes)
             return self.clock() - self.values[victims[0]].used_at if victims else None
 
-    def evict_for(self, num_bytes: int, spared: Collection[str] = ()) -> bool:
-        victims, missing = self._victims(num_bytes, spared)
+    def evict_for(self, num_bytes: int, keep: Collection[str] = ()) -> bool:
+        victims, missing = self._victims(num_bytes, keep)
         if missing > 0:
             return False
         self.drop(victims)
         self.num_evicted += len(victims)
         return True
 
-    def _victims(self, num_bytes: int, spared: Collection[str] = ()) -> tuple[list[BlockKey], int]:
+    def _victims(self, num_bytes: int, keep: Collection[str] = ()) -> tuple[list[BlockKey], int]:
         """Returns the keys to evict for new bytes, and how many bytes then still have no room.
 
-        spared: if not empty, all other blocks and tails may be evicted, even if they are leased.
+        keep: if not empty, all other blocks and tails may be evicted, even if they are leased.
         """
         now = self.clock()
         victims = []
@@ -98,8 +98,8 @@ class _Shelf:
         for key, value in self.values.items():
             if goal <= 0:
                 break
-            is_spared = kind_of(key) is Kind.HANDOFF or key in spared
-            is_kept = is_spared if spared else value.kept_until >= now
+            is_kept_back = kind_of(key) is Kind.HANDOFF or key in keep
+            is_kept = is_kept_back if keep else value.kept_until >= now
             if not is_kept and kind_of(key) is not Kind.POOL:
                 victims.append(key)
                 goal -= len(value.data)

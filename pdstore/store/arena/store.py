@@ -160,7 +160,7 @@ class ArenaStore(Store):
         first, since: the index of the first key that they stored, and when they began (monotonic).
         """
         self._enter(keys)
-        return sum(self._arena.find(keys, leases=True, spared=(first, since)))
+        return sum(self._arena.find(keys, leases=True, lease_only_unread=(first, since)))
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._enter(keys)

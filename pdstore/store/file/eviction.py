@@ -28,7 +28,7 @@ _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, 
 _RETRY_S = 1.0
 _JOIN_S = 1.0
 _MAX_OLDEST = 1024
-_SACRIFICED = 3  # files; a marker needs an inode, and one more if its directory is missing
+_NUM_NEWEST = 3  # files; a marker needs an inode, and one more if its directory is missing
 _EXPECTED = frozenset({0, errno.ENOENT, errno.EBUSY})  # ends of deletions that are no failures
 _ALL = 1 << 62  # more bytes than there are
 _S = 1_000_000_000
@@ -131,17 +131,17 @@ class Evictor:
         if not self._is_known_full():
             self._evict(on_disk(num_bytes), _LOCK_TIMEOUT_S)
 
-    def clear_room(self, sizes: Sequence[int], spared: Collection[str]) -> bool:
+    def clear_room(self, sizes: Sequence[int], keep: Collection[str]) -> bool:
         """Evicts values, even leased ones, until new values of these sizes have room.
 
-        spared: names of files that are not evicted. Returns whether the new values have room.
+        keep: names of files that are not evicted. Returns whether the new values have room.
         """
         needed = sum(map(on_disk, sizes))
         self.budget.measure()
-        tries = (self._evict(needed, _LOCK_TIMEOUT_S, spared) for _ in range(3))  # others take room
+        tries = (self._evict(needed, _LOCK_TIMEOUT_S, keep) for _ in range(3))  # others take room
         return any(is_done and self._used + needed <= self.budget.num_bytes for is_done in tries)
 
-    def sacrifice(self) -> None:
+    def evict_newest(self) -> None:
         """Deletes the newest three blocks or tails, even fresh ones; leased ones only if it must.
 
         This makes room for a marker, for which a peer waits, on a disk without free bytes or
@@ -151,7 +151,7 @@ class Evictor:
         kinds = (Kind.BLOCK, Kind.TAIL)
         files = [f for f in self._directory.files() if kind_of(BlockKey(f.name)) in kinds]
         files.sort(key=lambda f: (f.mtime_ns > now, -f.mtime_ns))  # leased values come last
-        self._directory.delete_unchanged(files[:_SACRIFICED])
+        self._directory.delete_unchanged(files[:_NUM_NEWEST])
 
     def close(self) -> None:
         """Stops the thread that scans, if there is one. May be called twice."""
@@ -198,12 +198,12 @@ class Evictor:
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until
 
-    def _evict(self, to_free: int, timeout_s: float, spared: Collection[str] = ()) -> bool:
+    def _evict(self, to_free: int, timeout_s: float, keep: Collection[str] = ()) -> bool:
         """Scans and evicts until the budget has room for the values that are pending.
 
         Deletes at least `to_free` bytes if enough values are neither leased nor fresh. Returns
         False if another thread or process evicts for longer than `timeout_s`.
-        spared: if not empty, all other blocks and tails may go for `to_free` new bytes.
+        keep: if not empty, all other blocks and tails may go for `to_free` new bytes.
         """
         end = time.monotonic() + timeout_s
         while (lock := self._directory.lock()) is None:
@@ -214,14 +214,14 @@ class Evictor:
         began = self._put_since_scan
         try:
             self._compare(self._directory.exchange_terms(lock, self._terms))
-            used, freed = self._look_and_delete(to_free, spared)
+            used, freed = self._look_and_delete(to_free, keep)
         finally:
             unlock(lock)
         with self._lock:
             self._put_since_scan = max(0, self._put_since_scan - began)  # it may have missed these
             self._used = used + self._pending
             self._has_looked = True
-        if self._used > self.budget.num_bytes or (freed < to_free and not spared):
+        if self._used > self.budget.num_bytes or (freed < to_free and not keep):
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
         return True
@@ -239,7 +239,7 @@ class Evictor:
             "write the same for all: the smallest budget and the shortest lease count for all",
         )
 
-    def _look_and_delete(self, to_free: int, spared: Collection[str]) -> tuple[int, int]:
+    def _look_and_delete(self, to_free: int, keep: Collection[str]) -> tuple[int, int]:
         """Scans and deletes; returns how many bytes are left, and how many were deleted."""
         now = self._directory.clock.measured_ns()
         self._directory.sweep()
@@ -252,14 +252,14 @@ class Evictor:
                 expired.append(file)
                 continue
             used += on_disk(file.size)
-            is_spared = kind is Kind.HANDOFF or file.name in spared
-            if kind is not Kind.POOL and not (is_spared if spared else _is_kept(file, now)):
+            is_kept_back = kind is Kind.HANDOFF or file.name in keep
+            if kind is not Kind.POOL and not (is_kept_back if keep else _is_kept(file, now)):
                 candidates.append(file)
         self.budget.grow(used)
         expired_ends, _ = self._delete(expired, _ALL)
         freed = expired_ends[0]
         goal = min(self.budget.goal, self.budget.num_bytes - self._pending)
-        if spared:
+        if keep:
             goal = self.budget.attainable - self._pending - to_free
             if used - sum(on_disk(file.size) for file in candidates) > goal:
                 candidates.clear()
@@ -271,7 +271,7 @@ class Evictor:
         failed = set(ends) - _EXPECTED
         if failed and used > goal and not freed:
             raise OSError(min(failed), os.strerror(min(failed)))
-        self._oldest = [] if spared else candidates[num_tried : num_tried + _MAX_OLDEST]
+        self._oldest = [] if keep else candidates[num_tried : num_tried + _MAX_OLDEST]
         return used, freed
 
     def _used_at(self, file: StoredFile) -> int:

@@ -318,7 +318,7 @@ class FileStore(Store):
         elif why in FULL and num_mends == 0:
             self._evictor.make_room(num_bytes)
         elif why in FULL and num_mends == 1 and kind_of(key) is Kind.HANDOFF:
-            self._evictor.sacrifice()
+            self._evictor.evict_newest()
         else:
             raise OSError(why, os.strerror(why))
 
