@@ -119,7 +119,7 @@ class NativeArena:
         self._handle = c_void_p()
         self.library = library
         self._calls = library.calls
-        self._short_calls = library.short_calls
+        self._calls_holding_gil = library.calls_holding_gil
         options = abi.ArenaOptions(*[int(seconds * 1e9) for seconds in times])
         info = abi.ArenaInfo()
         code = self._calls.pds_arena_open(fd, byref(options), byref(self._handle), byref(info))
@@ -161,7 +161,7 @@ class NativeArena:
         first, at = lease_only_unread or (len(keys), 0.0)
         values = joined(keys), len(keys), leases, first, int(at * 1e9), stored
         if len(keys) <= _SHORT_BATCH:
-            code = self._short_calls.pds_arena_find(self._handle, _FIND_TIMEOUT_NS, *values)
+            code = self._calls_holding_gil.pds_arena_find(self._handle, _FIND_TIMEOUT_NS, *values)
         if code == abi.Code.TIMEOUT:
             code = self._calls.pds_arena_find(self._handle, -1, *values)
         self._check(code)
@@ -283,7 +283,7 @@ class NativeArena:
         there = c_int64()
         right = c_int64()
         out = byref(there), byref(right)
-        self._check(self._short_calls.pds_arena_confirm(self._handle, copies.handle, *out))
+        self._check(self._calls_holding_gil.pds_arena_confirm(self._handle, copies.handle, *out))
         return there.value, right.value
 
     def wait_for_change(self, seen: int, timeout_s: float) -> int:

@@ -85,7 +85,7 @@ class Engine:
         Raises LayoutError for items that do not fit the layout, SwapError if the copy cannot start.
         """
         handle = c_void_p()
-        submit = self._library.short_calls.pds_submit
+        submit = self._library.calls_holding_gil.pds_submit
         num_items = len(items) // ctypes.sizeof(abi.Item)
         num_ids = len(ids) // 8
         packed = items, num_items, ids, num_ids
@@ -189,7 +189,7 @@ class Ticket:
 
     def __init__(self, library: Library, handle: c_void_p) -> None:
         self._calls = library.calls
-        self._short_calls = library.short_calls
+        self._calls_holding_gil = library.calls_holding_gil
         self.handle = handle
         self._pid = os.getpid()
 
@@ -199,4 +199,4 @@ class Ticket:
 
     def __del__(self) -> None:
         if self._getpid() == self._pid:
-            self._short_calls.pds_free_ticket(self.handle)
+            self._calls_holding_gil.pds_free_ticket(self.handle)

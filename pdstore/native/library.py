@@ -169,7 +169,7 @@ class Library:
         try:
             self.calls = ctypes.CDLL(str(path))
             # Short calls keep the GIL: beside a busy engine they would get it back late.
-            self.short_calls = ctypes.PyDLL(str(path))
+            self.calls_holding_gil = ctypes.PyDLL(str(path))
         except OSError as error:
             raise NativeError(f"cannot load {path}: {error}") from error
         self.path = path
@@ -178,7 +178,7 @@ class Library:
         if info.abi != ABI:
             raise NativeError(f"{path} has ABI {info.abi}, expected {ABI}: build it again")
         for name, kinds in SIGNATURES.items():
-            for calls in (self.calls, self.short_calls):
+            for calls in (self.calls, self.calls_holding_gil):
                 getattr(calls, name).argtypes = kinds
         self.has_cuda = bool(info.has_cuda)
         self.num_devices = int(info.num_devices)

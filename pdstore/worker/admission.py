@@ -138,11 +138,11 @@ def hit_density(hits: Sequence[float], ends: Sequence[float], age: int) -> float
     alive = 1.0
     best = num_hits = held_s = 0.0
     for i in range(age, _NUM_AGES):
-        share = hits[i] / at_risk if at_risk > 0.5 else 0.0
-        num_hits += alive * share
-        held_s += alive * (1 - share / 2) * (_EDGES[i + 1] - _EDGES[i])
+        hit_rate = hits[i] / at_risk if at_risk > 0.5 else 0.0
+        num_hits += alive * hit_rate
+        held_s += alive * (1 - hit_rate / 2) * (_EDGES[i + 1] - _EDGES[i])
         best = max(best, num_hits / held_s)
-        alive *= 1 - share
+        alive *= 1 - hit_rate
         at_risk -= ends[i]
     return best
 

@@ -44,7 +44,7 @@ class _Lane:
         self._numbers = values.numbers
         self._at = 0
         share_bytes = self._split.at_once * self._split.range_bytes
-        self._share = share_bytes // max(values.sizes, default=1)
+        self._stride = share_bytes // max(values.sizes, default=1)
         self._probes_ahead = True
         work.release([], layer_range)  # else tokens that some layer ranges still lack would count
 
@@ -55,8 +55,8 @@ class _Lane:
         if not left:
             return None
         is_last = self._after is None or self._after._released >= self._released
-        is_near = not self._probes_ahead or (is_last and left <= 2 * self._share)
-        return self._keys[self._at + (0 if is_near else min(self._share, left - 1))]
+        is_near = not self._probes_ahead or (is_last and left <= 2 * self._stride)
+        return self._keys[self._at + (0 if is_near else min(self._stride, left - 1))]
 
     def probe_next_key(self) -> bool:
         """Waits for the first missing key from now on: P stores slowly, or has left a gap.

@@ -195,7 +195,7 @@ class KVPool:
         if handoff is not None and self._settings.publish:
             self._heartbeat.begin_beats(handoff)
             job.on_end(partial(self._note_end, handoff))
-        order, wake = partial(behind_caller, self._swap), partial(self._queue.wake, job)
+        order, wake = partial(record_caller_event, self._swap), partial(self._queue.wake, job)
         at_begin = [] if announce is None else [partial(self._put_started, announce)]
         return OpenSave(job, work, order, wake, at_begin)
 
@@ -246,7 +246,7 @@ class KVPool:
         tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
         self.layout.continuation.check_gaps(tables)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
-        work = LoadWork(self._mover, prompt, first_token, ready or behind_caller(self._swap))
+        work = LoadWork(self._mover, prompt, first_token, ready or record_caller_event(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
         marker_timeout_s = 0.0 if follow is None else self._settings.handoff_wait_s
         job = Job(
@@ -347,7 +347,7 @@ class KVPool:
             log.info("%s, %d tokens: %s, %s", one.part, one.num_tokens, paths, one.why)
 
 
-def behind_caller(swap: Swap) -> ReadyEvent | None:
+def record_caller_event(swap: Swap) -> ReadyEvent | None:
     """Returns an event after the work queued on the caller's stream; None if there is no stream.
 
     Raises SwapError while that stream is being captured into a graph.

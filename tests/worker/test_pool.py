@@ -17,7 +17,7 @@ from pdstore.format.plan import SavePlan
 from pdstore.store import open_store
 from pdstore.store.transfer import Split
 from pdstore.store.wrappers import WrapperStore
-from pdstore.worker.pool import behind_caller
+from pdstore.worker.pool import record_caller_event
 from pdstore.worker.swap.base import TorchSwap
 from tests.support.kv import LAYERS, POISON, Instance, caches_of, settings_of
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
@@ -179,7 +179,7 @@ def test_a_stream_under_capture_is_refused():
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x += 1
         with pytest.raises(SwapError, match="captured"):
-            behind_caller(swap)
+            record_caller_event(swap)
 
 
 class GatedRegistrar:

@@ -17,7 +17,7 @@ from pdstore.adapters.sglang.pages import (
     served_model,
     server_arguments,
     settings_of,
-    warn_of_haste,
+    warn_if_prefetch_skips_waiting,
 )
 from pdstore.errors import ConfigError, Reason
 from pdstore.metrics import Metrics
@@ -60,7 +60,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return
         self._args = server_arguments()
         refuse_unsupported(storage_config, self._args)
-        warn_of_haste(self._settings, self._args)
+        warn_if_prefetch_skips_waiting(self._settings, self._args)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens a PagePool for SGLang's host pool, which SGLang has allocated before the call."""

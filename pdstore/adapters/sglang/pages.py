@@ -94,7 +94,7 @@ def _has_lora(args: Any) -> bool:
     )
 
 
-def warn_of_haste(settings: Settings, args: Any) -> None:
+def warn_if_prefetch_skips_waiting(settings: Settings, args: Any) -> None:
     """Warns if SGLang's prefetch policy lets D compute a prompt that P is still storing."""
     policy = args.hicache_storage_prefetch_policy
     if settings.role == "decode" and policy != "wait_complete":

@@ -210,13 +210,13 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return self.worker.handshake()  # vLLM calls this at the end of its start
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._end_left_open()
+        self._finish_previous_step()
         super().bind_connector_metadata(connector_metadata)
         self._notice_writes()
         self._handled = sys.exc_info()[1]
 
     @degrades(lambda: None)
-    def _end_left_open(self) -> None:
+    def _finish_previous_step(self) -> None:
         """Saves the KV of the last step, if vLLM's runner has not ended that step.
 
         With speculative decoding, vLLM ends a step only on the last pipeline stage.

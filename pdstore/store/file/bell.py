@@ -2,10 +2,10 @@
 
 <root>/bells/<boot id>-<pid>-<random>   a named pipe of each process that listens
 
-A put rings: it writes a byte into the pipe of every listener. Each listener polls its own pipe. A
-ring also removes a pipe that no process reads; one of another boot, which may be another host's,
-only if its modification time is old. So a listener renews that time every minute, and makes a new
-pipe if somebody removed its own.
+A put writes a byte into the pipe of every listener, which polls its own pipe. It also removes a
+pipe that no process reads. A pipe of another boot may be another host's: it is removed only if its
+modification time is old. So a listener renews that time every minute, and makes a new pipe if
+somebody removed its own.
 """
 
 # Decision: docs/decisions/027-file-bells.md
@@ -30,7 +30,7 @@ _READ_BYTES = 64 << 10
 
 
 class Bell:
-    """One process's pipe. Any thread may ring and wait. `close` does not interrupt a wait.
+    """One process's pipe. Any thread may wake and wait; `close` interrupts no wait.
 
     now_ns: the time of the file system, which may be another host's.
     touch_interval_s: a waiting process renews its pipe's modification time after so many seconds.
@@ -50,19 +50,19 @@ class Bell:
         self._max_age_s = max_age_s
         self._touch_deadline = Deadline(0.0)
         self._boot = _boot_id()
-        self._number = 0  # counts the times that a ring was read
+        self._number = 0  # counts the wakes that were read
         self._pipe: int | None = None
         self._path: Path | None = None
         self._polling = threading.Lock()
         self._is_closed = False
 
-    def ring(self) -> None:
+    def wake_all(self) -> None:
         """Wakes all listeners; does nothing if the directory is gone or cannot be read."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._folder):
-                self._ring(name)
+                self._wake(name)
 
-    def wait_for_ring(self, seen: int | None, timeout_s: float) -> int:
+    def wait_for_wake(self, seen: int | None, timeout_s: float) -> int:
         """Waits as `TellsChanges.wait_for_change` does. Raises OSError if it cannot make a pipe."""
         if seen is None or self._touch_deadline.is_over():
             self._listen()
@@ -103,7 +103,7 @@ class Bell:
             if self._pipe is not None:
                 os.close(self._pipe)
                 self._pipe = None
-                self._number += 1  # a ring may have been lost with the old pipe
+                self._number += 1  # a wake may have been lost with the old pipe
             self._folder.mkdir(mode=0o700, exist_ok=True)
             path = self._folder / f"{self._boot}-{os.getpid()}-{secrets.token_hex(4)}"
             unseen = path.with_name(f".{path.name}")
@@ -127,7 +127,7 @@ class Bell:
                 os.read(self._pipe, _READ_BYTES)
             self._number += 1
 
-    def _ring(self, name: str) -> None:
+    def _wake(self, name: str) -> None:
         path = self._folder / name
         try:
             pipe = os.open(path, os.O_WRONLY | _OPEN)
@@ -145,7 +145,7 @@ class Bell:
 
     def _remove_abandoned(self, path: Path) -> None:
         """Removes a pipe without a reader on this host, unless another host may still read it."""
-        with contextlib.suppress(OSError):  # another ring may have removed it
+        with contextlib.suppress(OSError):  # another put may have removed it
             is_old = self._now_ns() - path.lstat().st_mtime_ns > self._max_age_s * 1e9
             # a pipe gets its name after its reader: one of this boot has lost its reader
             if is_old or path.name.startswith(f"{self._boot}-"):

@@ -68,9 +68,9 @@ class Budget:
         own: the pool's bytes on disk.
         """
         if self._is_default and self.num_bytes < DEFAULT_BUDGET:
-            share = _share_of(free_bytes(self._directory.root) + own)
-            if share > self.num_bytes:
-                self.num_bytes = self.attainable = share
+            default = _default_within(free_bytes(self._directory.root) + own)
+            if default > self.num_bytes:
+                self.num_bytes = self.attainable = default
 
     def may_hold(self, num_bytes: int) -> bool:
         """Returns whether the budget is at least so many bytes, if need be after it has grown."""
@@ -143,7 +143,7 @@ def default_budget(directory: PoolDirectory) -> int:
             f"the file system of {directory.root} does not tell how large it is: write how many"
             " bytes the pool may have, like ?budget=20GiB"
         )
-    return _share_of(room_of(directory, 2 * DEFAULT_BUDGET))
+    return _default_within(room_of(directory, 2 * DEFAULT_BUDGET))
 
 
 def room_of(directory: PoolDirectory, enough: int) -> int:
@@ -174,7 +174,7 @@ def _statvfs(root: Path) -> os.statvfs_result:
     return os.statvfs(there)
 
 
-def _share_of(room: int) -> int:
+def _default_within(room: int) -> int:
     return min(DEFAULT_BUDGET, room // 2)
 
 

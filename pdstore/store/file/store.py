@@ -154,7 +154,7 @@ class FileStore(Store):
         """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
         self._lifecycle.check()
         with named_error(self.label, "cannot hear of changes"):
-            return self._bell.wait_for_ring(seen, timeout_s)
+            return self._bell.wait_for_wake(seen, timeout_s)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)
@@ -288,7 +288,7 @@ class FileStore(Store):
                 self._write(keys, paths, sizes, range(n, stop), write)
             finally:
                 self._evictor.settle(sizes[n:stop])
-                self._bell.ring()
+                self._bell.wake_all()
             n = stop
         return n
 

@@ -278,13 +278,13 @@ class TorchSwap(Swap):
         payload = torch.frombuffer(copy.payload, dtype=torch.uint8)
         shape = len(geometry.layers), copy.num_tokens, geometry.num_heads, geometry.cell_bytes
         view = payload.view(shape)
-        shares = []
+        views = []
         for i, layer in enumerate(geometry.layers):
             start = 0
             for cache in self._caches[layer]:
-                shares.append((cache, view[i, :, :, start : start + cache.shape[3]]))
+                views.append((cache, view[i, :, :, start : start + cache.shape[3]]))
                 start += cache.shape[3]
-        return shares
+        return views
 
     def _ids(self, copy: BlockCopy) -> torch.Tensor:
         block_ids, num_tokens = copy.block_ids, copy.num_tokens

@@ -1,4 +1,4 @@
-"""Bell: no ring is missed in any process, a kill leaves nothing, no other file is touched."""
+"""Bell: no wake is missed in any process, a kill leaves nothing, no other file is touched."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def pipes(root) -> list[str]:
 
 
 def test_a_wait_ends_with_a_ring(tmp_path, bell):
-    seen = bell.wait_for_ring(None, 0.0)
-    threading.Timer(0.02, Bell(tmp_path).ring).start()
+    seen = bell.wait_for_wake(None, 0.0)
+    threading.Timer(0.02, Bell(tmp_path).wake_all).start()
     start = time.monotonic()
-    assert bell.wait_for_ring(seen, 30.0) != seen
+    assert bell.wait_for_wake(seen, 30.0) != seen
     assert time.monotonic() - start < 10
 
 
 def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
-    seen, heard = bell.wait_for_ring(None, 0.0), []
+    seen, heard = bell.wait_for_wake(None, 0.0), []
     threads = [
-        threading.Thread(target=lambda: heard.append(bell.wait_for_ring(seen, 30)))
+        threading.Thread(target=lambda: heard.append(bell.wait_for_wake(seen, 30)))
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
-    Bell(tmp_path).ring()
+    Bell(tmp_path).wake_all()
     for thread in threads:
         thread.join(20)
     assert len(heard) == 4
@@ -49,13 +49,13 @@ def test_every_thread_that_waits_hears_a_ring(tmp_path, bell):
 
 
 def test_a_directory_that_is_deleted_is_made_again_by_the_next_who_listens(tmp_path, bell):
-    bell.wait_for_ring(None, 0.0)
+    bell.wait_for_wake(None, 0.0)
     (tmp_path / "bells" / pipes(tmp_path)[0]).unlink()
     (tmp_path / "bells").rmdir()
-    Bell(tmp_path).ring()
-    seen = bell.wait_for_ring(None, 0.0)
-    Bell(tmp_path).ring()
-    assert bell.wait_for_ring(seen, 10.0) != seen
+    Bell(tmp_path).wake_all()
+    seen = bell.wait_for_wake(None, 0.0)
+    Bell(tmp_path).wake_all()
+    assert bell.wait_for_wake(seen, 10.0) != seen
 
 
 LISTENER = """
@@ -63,9 +63,9 @@ import sys
 from pathlib import Path
 from pdstore.store.file.bell import Bell
 bell = Bell(Path(sys.argv[1]))
-seen = bell.wait_for_ring(None, 0.0)
+seen = bell.wait_for_wake(None, 0.0)
 print("listens", flush=True)
-print(bell.wait_for_ring(seen, 60.0) != seen, flush=True)
+print(bell.wait_for_wake(seen, 60.0) != seen, flush=True)
 """
 
 
@@ -78,7 +78,7 @@ def listener(root):
 def test_a_ring_is_heard_in_another_process(tmp_path, bell):
     with listener(tmp_path) as other:
         assert other.stdout.readline() == "listens\n"
-        bell.ring()
+        bell.wake_all()
         assert other.stdout.readline() == "True\n"
 
 
@@ -87,7 +87,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_ring(tmp_path, bell
         assert other.stdout.readline() == "listens\n"
         other.send_signal(signal.SIGKILL)
     assert len(pipes(tmp_path)) == 1
-    bell.ring()
+    bell.wake_all()
     eventually(lambda: pipes(tmp_path) == [])
 
 
@@ -100,20 +100,20 @@ def test_pipes_of_earlier_boots_are_removed_when_nobody_has_touched_them_for_a_d
         os.utime(folder / name, times=(now, now - hours * 3600))
     (folder / "file").touch()
     os.utime(folder / "file", times=(0, 0))
-    bell.ring()
+    bell.wake_all()
     assert sorted(pipes(tmp_path)) == [".boot-1-begins", "boot-1-listens", "file"]
 
 
 def test_a_listener_whose_pipe_was_removed_makes_another_and_misses_nothing(tmp_path):
     with contextlib.closing(Bell(tmp_path, touch_interval_s=0.0)) as bell:
-        seen = bell.wait_for_ring(None, 0.0)
+        seen = bell.wait_for_wake(None, 0.0)
         [name] = pipes(tmp_path)
         (tmp_path / "bells" / name).unlink()
-        Bell(tmp_path).ring()
-        now = bell.wait_for_ring(seen, 30.0)
+        Bell(tmp_path).wake_all()
+        now = bell.wait_for_wake(seen, 30.0)
         assert now != seen, "anything may have been stored"
-        Bell(tmp_path).ring()
-        assert bell.wait_for_ring(now, 30.0) != now
+        Bell(tmp_path).wake_all()
+        assert bell.wait_for_wake(now, 30.0) != now
 
 
 def test_only_pipes_are_written_to_and_only_this_kernels_are_removed(tmp_path, bell):
@@ -123,6 +123,6 @@ def test_only_pipes_are_written_to_and_only_this_kernels_are_removed(tmp_path, b
     target.write_text("mine")
     (tmp_path / "bells" / "link").symlink_to(target)
     os.mkfifo(tmp_path / "bells" / "another-hosts-pipe")
-    bell.ring()
+    bell.wake_all()
     assert (file.read_text(), target.read_text()) == ("mine", "mine")
     assert sorted(pipes(tmp_path)) == ["another-hosts-pipe", "file", "link"]
