@@ -395,6 +395,9 @@ int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places, in
 }
 
 int64_t Arena::still_there(const Places &places) {
+  // D: borrows slot 5, generation 8; copies its bytes                      asks here
+  // P:                                put evicts the value, writes another
+  // So D may have bytes of both, but the generation is 9 now: D takes none of them.
   after_reads();
   const auto is_gone = [&](const Place &place) {
     const Slot *slot = index_.unlocked(place.slot);

@@ -247,6 +247,9 @@ uint32_t Index::reserve(std::string_view key, Kind kind, int64_t bytes, int64_t 
 
 void Index::publish(uint32_t id, int64_t now) {
   Slot &made = slot(id);
+  // P1: reserves slot 3 for a key                        publishes: the key has slot 3
+  // P2:                           reserves slot 4 for it                               publishes
+  // So the value that is whole first stays, and the other slot is free again.
   if (find(key_of(made), now) != kNone) return free(id);
   Slab &slab = slabs_[slab_of(id)];
   Class &sized = class_of_slot(id);

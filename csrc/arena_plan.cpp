@@ -54,7 +54,7 @@ class Planner {
 
   bool may_go(const Slot &slot) const {
     const State state = slot.state;
-    if (state == State::kReserved) return false;
+    if (state == State::kReserved) return false;  // a copy into it may run
     if (growth_ != Growth::kAny && !slot.is_backed) return false;
     if (state == State::kFree) return true;
     if (state == State::kResting) return !is_ahead(slot.lease_end, now_);

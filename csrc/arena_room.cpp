@@ -227,6 +227,9 @@ void Index::rest(Whose whose, int64_t now) {
       const bool is_over =
           whose == Whose::kOwn ? given.owner == owner_.word() : !owner_.lives(given.owner);
       if (!is_over) continue;
+      // P:      queues a copy into slot 3, dies            the GPU ends the copy
+      // others:                                 a sweep here                    use slot 3
+      // So the slot is set aside: a new value would be overwritten.
       set_aside(id, now + times_.rest_ns);
     }
   }

@@ -134,6 +134,9 @@ class KeyWatch:
         self._thread.wake()
         if self._listener is not None and not self._is_listening:
             self._listener.wake()
+        # add:   appends the waiter, then reads _closed
+        # close: sets _closed,       then tells all new waiters
+        # So a waiter that `close` did not see is told here.
         if self._closed:
             self._end_new_waiters()
 
@@ -168,7 +171,10 @@ class KeyWatch:
     def _listen(self) -> float | None:
         """Waits for a change; then searches on this same thread, without waking another thread."""
         assert self._teller is not None
-        self._is_listening = False  # set before the check: `add` appends before it reads this
+        # _listen: _is_listening = False, then looks for a waiter, then sleeps
+        # add:     appends the waiter,    then reads _is_listening
+        # So one of them sees the other: the waiter is found here, or `add` wakes this thread.
+        self._is_listening = False
         if not (self._new_waiters or self._waiters):
             self._seen = None
             return None
@@ -187,7 +193,7 @@ class KeyWatch:
         while self._new_waiters:
             waiter = self._new_waiters[0]
             self._waiters[waiter] = waiter.wanted(), 0.0
-            self._new_waiters.popleft()
+            self._new_waiters.popleft()  # only now: `_listen` finds it here or there at any time
             self._backoff.reset()
         if not self._waiters:
             self._found = set()

@@ -239,7 +239,9 @@ class Job:
 
     def restart_timeout(self) -> None:
         """Moves the deadline, after the job has waited for earlier jobs."""
-        # in place: a worker that waits for slots of staging holds this object already
+        # worker: waits for slots of staging until its turn's deadline, this object
+        # model:  computes the next layers, and the queue calls this
+        # So the object itself changes: after a new one the worker would give up at the old time.
         self.deadline.at = Deadline(self._timeout_s).at
 
     def begin_turn(self) -> WorkerTurn | None:
@@ -384,6 +386,9 @@ class WorkerTurn:
     def copying(self) -> Iterator[None]:
         """Surrounds a copy from or to the paged cache. Raises JobError if the job has ended."""
         job = self.job
+        # worker: reads _is_ending,      then counts its copy,   in one step by the lock
+        # cancel: sets _is_ending, then reads _num_copies, in one step as well
+        # So a copy that is not counted never begins, and the job ends after one that is.
         with job._lock:
             self.raise_if_over()
             job._num_copies += 1

@@ -265,6 +265,10 @@ def _delete(path: str) -> None:
 
 
 def _delete_unchanged(file: StoredFile) -> int:
+    # evictor: lists the file;                 reads its times again; deletes it
+    # D:                        its match leases the file
+    # So a lease after the listing keeps the file. A lease in the moment between the last two steps
+    # is lost: D's get misses the block, and D computes it.
     with contextlib.suppress(OSError):  # an NFS client asks its server about a file that is opened
         os.close(os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     try:

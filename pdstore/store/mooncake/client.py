@@ -177,6 +177,9 @@ class Client:
             else:
                 codes = raw.batch_put_from(*values, config)
         self.count_codes(codes)
+        # library: its call times out;                          bytes of that call arrive
+        # pdstore:                     gives the memory to the next job
+        # So the connection is closed before this returns, which ends the call's transfer.
         if time.monotonic() - began > self._library_timeout_s and any(code < 0 for code in codes):
             self._end_transfers(raw)
         return codes
