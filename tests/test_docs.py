@@ -30,6 +30,7 @@ def anchors_of(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.misconfiguration("`python -O`")
 @pytest.mark.parametrize("options", [[], ["-O"]], ids=["python", "python -O"])
 def test_the_readmes_example_hands_a_prompt_over(options):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

@@ -39,6 +39,9 @@ OF_LIBRARIES = {
 """Private only by their spelling, or without a public form."""
 
 
+@pytest.mark.requirement(
+    "R-AR-11, R13, R14", "tests check contracts, and files, functions and folders stay small"
+)
 def test_no_file_is_too_long():
     assert not sorted(
         f"too long: {file}"
@@ -114,6 +117,7 @@ def reaches_of(tree: ast.Module) -> Iterator[str]:
         yield from (n for n in names if re.match(r"_[A-Za-z]", n) and n not in own)
 
 
+@pytest.mark.requirement("R-AW-6", "state is reached by methods only")
 def test_no_module_reaches_into_private_state_of_another():
     assert not sorted(
         f"reach: {file}: {name}"

@@ -19,6 +19,7 @@ def value(metrics, name, **labels) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
+@pytest.mark.requirement("R-AR-9, C19", "counters say what happened")
 def test_a_job_counts_its_outcome_its_time_and_its_miss_or_drop(metrics):
     metrics.job_ended(Direction.LOAD, Reason.LOST, 0.3)
     metrics.job_ended(Direction.SAVE, Reason.STORE_FULL, 0.3)

@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import pdstore
 from pdstore import errors
 
@@ -105,6 +107,16 @@ def uses_of(tree: ast.AST) -> set[str]:
     return attributes | imports_of(tree)
 
 
+@pytest.mark.requirement(
+    "R-DEV-2",
+    "every thread that may touch a device is pinned to it",
+    note="threads start in one module, which pins them",
+)
+@pytest.mark.requirement(
+    "R-AW-3, 20",
+    "builds leave the user's environment alone",
+    note="only two modules read or write it",
+)
 def test_each_outside_thing_has_one_door():
     assert not sorted(
         f"{module} uses {thing}"

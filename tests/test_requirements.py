@@ -1,21 +1,11 @@
-"""Requirements and misconfigurations: every named test exists, no requirement is left out."""
+"""Marks on tests hold the requirements and the mistakes of users: none lacks a test that runs."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGES = {
-    Path(name).stem: (ROOT / name).read_text()
-    for name in (
-        "tests/requirements.md",
-        "docs/misconfigurations.md",
-        "tests/tested_misconfigurations.md",
-    )
-}
+from tests.support.marked import WITHOUT_TEST, marked, marks_in, notes, rows_of, told_mistakes
+
 FAMILIES = {
     "R-DEV-": 12,
     "R-AW-": 20,
@@ -28,45 +18,50 @@ FAMILIES = {
 }
 
 
-def names_in(cell: str) -> set[str]:
-    """The names in a first column: `R-X-1, 6` is R-X-1 and R-X-6."""
-    names, family = set(), ""
-    for word in cell.split(", "):
+def names_in(names: str) -> set[str]:
+    """The names that a mark has: `R-X-1, 6` is R-X-1 and R-X-6."""
+    found, family = set(), ""
+    for word in names.split(", "):
         family = word.rstrip("0123456789") or family
-        names.add(family + word.removeprefix(family))
-    return names
+        found.add(family + word.removeprefix(family))
+    return found
 
 
-def mistakes_in(page: str) -> list[str]:
-    """The mistakes in a page's tables, in the first column."""
-    first = r"^\| ((?!mistake|what|-)[^|]+) \| "
-    return re.findall(first, PAGES[page], flags=re.MULTILINE)
+@pytest.mark.parametrize("mark", ["misconfiguration", "requirement"])
+def test_every_mark_is_on_a_test_that_runs(mark):
+    assert len(marked(mark)) > 70
+    assert [each.test for each in marked(mark) if not each.runs] == []
 
 
-@pytest.mark.parametrize("page", ["requirements", "tested_misconfigurations"])
-def test_every_test_that_is_named_exists(page):
-    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGES[page]))
-    assert len(named) > 40
-    for file, test in named:
-        assert re.search(
-            rf"^\s*(?:async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE
-        ), test
+MARK = '@pytest.mark.requirement("C0", "it rains")'
 
 
-def test_every_requirement_has_an_answer():
-    row = r"^\| (\w[\w, -]*\d) \| ([^|]+) \| ([^|]+) \|$"
-    rows = re.findall(row, PAGES["requirements"], flags=re.MULTILINE)
-    answered = {name for first, _, _ in rows for name in names_in(first)}
+@pytest.mark.parametrize(
+    ("source", "runs"),
+    [
+        (f"{MARK}\ndef test_x():\n    pass", True),
+        (f"class TestX:\n    {MARK}\n    async def test_x(self):\n        pass", True),
+        (f"@pytest.mark.skip\n{MARK}\ndef test_x():\n    pass", False),
+        (f"pytestmark = pytest.mark.xfail\n{MARK}\ndef test_x():\n    pass", False),
+        (f"{MARK}\ndef helper():\n    pass", False),
+    ],
+)
+def test_a_test_that_is_skipped_or_is_none_does_not_run(source, runs):
+    [found] = marks_in(source, "tests/test_x.py", "requirement")
+    assert (found.row, found.runs) == (("C0", "it rains"), runs)
+
+
+def test_each_mistake_has_a_test_and_tells_what_the_user_did_and_what_pdstore_says():
+    told = told_mistakes()
+    assert len(told) >= 133
+    assert {(mistake,) for mistake in told} == rows_of("misconfiguration").keys()
+    assert all(mistake.strip(" -") and says.strip(" -") for mistake, says in told.items())
+
+
+def test_each_requirement_has_a_test_or_a_reason_why_not():
+    rows = [*rows_of("requirement"), *WITHOUT_TEST]
+    named = [name for names, _ in rows for name in names_in(names)]
     wanted = {f"{family}{n}" for family, most in FAMILIES.items() for n in range(1, most + 1)}
-    assert answered == wanted
-
-
-def test_every_mistake_that_users_read_of_has_a_test():
-    assert len(mistakes_in("misconfigurations")) > 50
-    assert not set(mistakes_in("misconfigurations")) - set(mistakes_in("tested_misconfigurations"))
-    assert "tests/" not in PAGES["misconfigurations"]
-
-
-def test_every_row_of_the_tested_mistakes_names_its_tests():
-    rows = re.findall(r"^\| [^|]+ \| `tests/[^|]+` \|$", PAGES["tested_misconfigurations"], re.M)
-    assert len(rows) == len(mistakes_in("tested_misconfigurations")) >= 84
+    assert set(named) == wanted
+    assert all(text for _, text in rows)
+    assert all(notes().values())

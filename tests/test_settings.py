@@ -41,6 +41,7 @@ def test_an_argument_wins_over_the_environment(monkeypatch):
     assert read_settings(store="memory://").store == "memory://"
 
 
+@pytest.mark.misconfiguration("a misspelt `PDSTORE_` name, or a misspelt switch")
 @pytest.mark.parametrize(
     ("name", "near"),
     [
@@ -139,6 +140,7 @@ def test_a_life_that_no_store_can_count_ends_the_start(monkeypatch, name, value)
         read_settings()
 
 
+@pytest.mark.misconfiguration("milliseconds for seconds, as `PDSTORE_HANDOFF_WAIT_S=10000`")
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -169,6 +171,9 @@ def test_an_argument_that_is_spelt_as_a_variable_or_misspelt_says_what_to_write(
         read_settings(**{name: "prefill"})
 
 
+@pytest.mark.misconfiguration("a value that does not fit, as no workers or another role")
+@pytest.mark.requirement("R-AW-5, R22", "threads and queues have bounds")
+@pytest.mark.requirement("R-X-1, 6", "settings that cannot be used fail the start")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -189,6 +194,7 @@ def test_a_bad_value_names_its_variable(monkeypatch, name, value):
         read_settings()
 
 
+@pytest.mark.misconfiguration("a malformed value, as `1XB`, `yess` or `5s`")
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
@@ -211,6 +217,8 @@ def test_an_unknown_argument_is_refused():
         read_settings(sotre="memory://")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_ROLE=`, empty")
+@pytest.mark.misconfiguration("`PDSTORE_WEIGHTS=`, empty")
 @pytest.mark.parametrize("field", [f for f in Settings.model_fields if f != "seal_key_file"])
 def test_empty_is_unset_in_the_environment_and_as_an_argument(monkeypatch, field):
     default = read_settings()
@@ -221,6 +229,7 @@ def test_empty_is_unset_in_the_environment_and_as_an_argument(monkeypatch, field
     assert empty_settings(settings) == f"; empty, so as if not set: {variable_of(field)}"
 
 
+@pytest.mark.misconfiguration("`PDSTORE_SEAL_KEY_FILE=`, empty")
 def test_an_empty_key_file_ends_the_start_and_says_what_to_write(monkeypatch):
     words = (
         "PDSTORE_SEAL_KEY_FILE is empty: write the path of the key file, or leave the setting out"
@@ -246,6 +255,7 @@ OF_KUBERNETES = {
 """Variables that a pod gets for each Service of its namespace, behind the Service's name."""
 
 
+@pytest.mark.misconfiguration("a Kubernetes Service called `pdstore` or `pdstore-*`")
 @pytest.mark.parametrize("read", [read_settings, read_engine_settings])
 @pytest.mark.parametrize("switch", ["0", "1"])
 @pytest.mark.parametrize("service", ["PDSTORE", "PDSTORE_REDIS", "PDSTORE_STORE", "PDSTORE_STATUS"])
@@ -297,6 +307,7 @@ def test_with_the_switch_off_an_engine_starts_whatever_is_set(monkeypatch, name,
     assert not read_engine_settings(pd_transfer_via_storage=False).pd_transfer_via_storage
 
 
+@pytest.mark.misconfiguration("`PDSTORE_*` is set, and the switch is missing")
 @pytest.mark.parametrize(("switch", "level"), [(None, "WARNING"), ("", "WARNING"), ("0", "INFO")])
 def test_settings_without_the_switch_are_told_once(monkeypatch, caplog, switch, level):
     caplog.set_level("INFO")
@@ -311,6 +322,7 @@ def test_settings_without_the_switch_are_told_once(monkeypatch, caplog, switch, 
     assert "hush" not in caplog.text
 
 
+@pytest.mark.misconfiguration("a setting with the switch's prefix, as `PD_STORE`")
 def test_without_the_switch_a_setting_prefixed_as_the_switch_is_told_too(monkeypatch, caplog):
     monkeypatch.setenv("PD_STORE", "redis://h")
     read_engine_settings()

@@ -47,11 +47,17 @@ def added(tasks, function) -> Call:
     return call
 
 
+@pytest.mark.requirement(
+    "R-DEV-7, 8",
+    "a pin that keeps failing does not spin",
+    note="decided otherwise: it fails the constructor",
+)
 def test_an_invalid_device_fails_the_constructor(tasks):
     with pytest.raises(DeviceError, match="cuda:7"):
         Worker("w", tasks.get, DevicePin(torch.device("cuda:7"), FakeApi()).hold)
 
 
+@pytest.mark.requirement("R-DEV-5", "pinning can be tested without a GPU")
 def test_a_worker_runs_on_its_device_and_leaves_the_callers_alone(tasks):
     api, seen = FakeApi(), []
     worker = Worker("w", tasks.get, DevicePin(GPU1, api).hold)
@@ -62,6 +68,7 @@ def test_a_worker_runs_on_its_device_and_leaves_the_callers_alone(tasks):
     assert worker.join(5)
 
 
+@pytest.mark.requirement("R-DEV-1", "a thread that is not on its device copies nothing")
 def test_a_task_never_runs_on_the_wrong_device(tasks):
     api, ran = FakeApi(), []
     Worker("w", tasks.get, DevicePin(GPU1, api).hold)
@@ -207,6 +214,7 @@ def test_sync_returns_the_result_once(runner):
     assert runner.sync() is None
 
 
+@pytest.mark.requirement("R-AR-1, 2", "an exception is raised once, and the runner goes on")
 @pytest.mark.parametrize("ask", ["sync", "launch"])
 def test_an_exception_is_raised_once_and_the_runner_goes_on(runner, ask):
     runner.launch(lambda: 1 / 0)
@@ -238,6 +246,9 @@ def test_close_lets_the_running_function_end():
         runner.launch(lambda: None)
 
 
+@pytest.mark.requirement(
+    "R-AR-4, 12", "a result is there only after `sync`, made in the caller's modes"
+)
 @pytest.mark.parametrize("is_inference", [True, False])
 @pytest.mark.parametrize("has_grad", [True, False])
 def test_a_function_runs_in_the_callers_inference_and_gradient_mode(runner, is_inference, has_grad):

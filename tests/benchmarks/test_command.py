@@ -20,6 +20,7 @@ from benchmarks.report import Report
 from tests.support.overload import measure
 
 
+@pytest.mark.misconfiguration("a benchmark's `--json` or `--directory` cannot be written")
 def test_a_file_that_cannot_be_written_ends_it_before_it_has_measured(tmp_path):
     measured = []
     with pytest.raises(SystemExit, match="nowhere"):
@@ -27,6 +28,7 @@ def test_a_file_that_cannot_be_written_ends_it_before_it_has_measured(tmp_path):
     assert not measured
 
 
+@pytest.mark.misconfiguration("a benchmark's `--json` or `--directory` cannot be written")
 def test_ctrl_c_is_no_traceback():
     def interrupted() -> Report:
         raise KeyboardInterrupt
@@ -36,6 +38,7 @@ def test_ctrl_c_is_no_traceback():
     assert ended.value.code == 130
 
 
+@pytest.mark.misconfiguration("a benchmark of GPUs without one")
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -26,6 +26,7 @@ def test_a_right_pool_has_nothing_red(filled):
     assert {"round trip", "speed", "staging"} <= set(found(document, "ok"))
 
 
+@pytest.mark.misconfiguration("redis' `maxmemory` is too small")
 def test_a_redis_of_1500_kb_is_red(redis_server):
     url = redis_server("--maxmemory", "1500kb").url
     ran = run("doctor", "--store", url)
@@ -48,6 +49,7 @@ def test_a_store_that_is_away_is_red_at_its_first_step():
     assert "✗  connect" in ran.out
 
 
+@pytest.mark.misconfiguration("`shm://` with slabs smaller than a block's value")
 def test_an_arena_whose_slabs_hold_no_block_of_the_model_is_red(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_8B))
@@ -74,6 +76,7 @@ def test_a_full_file_system_has_the_remedy_of_its_cause(file_url):
     assert "raise ulimit -f" in found(document, "bad")["room"]["remedy"]
 
 
+@pytest.mark.misconfiguration("a `?budget=` above its file system")
 def test_a_budget_above_its_file_system_is_yellow_with_what_to_write(tmp_path):
     document = run_json("doctor", "--store", f"file://{tmp_path}/pool?budget=1000TiB")
     finding = found(document, "warn")["budget"]
@@ -82,6 +85,7 @@ def test_a_budget_above_its_file_system_is_yellow_with_what_to_write(tmp_path):
     assert "1000.0TiB" not in found(document, "ok")["room"]["said"]
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS` that no prompt fills")
 def test_blocks_longer_than_the_models_prompts_are_yellow(tmp_path, file_url):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
@@ -91,6 +95,9 @@ def test_blocks_longer_than_the_models_prompts_are_yellow(tmp_path, file_url):
     assert "no prompt has over 8192" in found(document, "warn")["settings"]["said"]
 
 
+@pytest.mark.misconfiguration("quotes in the URL, as docker's `--env-file` leaves them")
+@pytest.mark.misconfiguration("blanks or line ends around the URL")
+@pytest.mark.misconfiguration("`;budget=5GiB` for `?budget=5GiB`")
 @pytest.mark.parametrize("url", ['"file:///pool"', "file:///pool ", "file:///pool;budget=5GiB"])
 def test_a_url_that_is_not_what_was_meant_is_one_line_with_what_to_write(url):
     ran = run("doctor", PDSTORE_STORE=url)

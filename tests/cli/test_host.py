@@ -41,12 +41,15 @@ def test_each_setting_has_its_origin_and_no_secret(monkeypatch):
     }
 
 
+@pytest.mark.misconfiguration("`PDSTORE_*` is set, and the switch is missing")
+@pytest.mark.misconfiguration("the switch is off on D")
 def test_the_switch_that_is_off_is_yellow():
     [finding] = check_settings(read_settings(), 16)
     assert finding.level is Level.WARN
     assert "PD_TRANSFER_VIA_STORAGE=1" in finding.remedy
 
 
+@pytest.mark.misconfiguration("`VLLM_PLUGINS` without `pdstore`, or with blanks in it")
 @pytest.mark.parametrize(
     ("names", "wanted"),
     [
@@ -73,6 +76,7 @@ def test_a_library_that_is_switched_off_is_not_to_be_built():
     assert (finding.level, finding.remedy) == (Level.WARN, "unset PDSTORE_NATIVE")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_TRACES` names no OTLP receiver")
 def test_the_receiver_of_traces_is_asked():
     with receiving() as receiver:
         [right] = check_traces(read_settings(traces=receiver.url))
@@ -96,12 +100,14 @@ def test_a_receiver_of_traces_that_hangs_is_given_two_seconds():
     assert finding.level is Level.WARN
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS=24` with engine blocks of 16")
 def test_a_block_that_is_no_multiple_of_the_engines_is_red():
     assert levels(block_tokens=24)["block size"] is Level.BAD
     assert "block size" not in levels(block_tokens=24, engine_block=8)
     assert "block size" not in levels(block_tokens=64)
 
 
+@pytest.mark.misconfiguration("`memory://` between processes")
 def test_a_store_of_one_process_is_red():
     assert levels(store="memory://here")["place"] is Level.BAD
 
@@ -131,6 +137,7 @@ def doubts(longest=None, **settings):
     return [(f.level, f.said, f.remedy) for f in found if f.subject == "settings"]
 
 
+@pytest.mark.misconfiguration("`PDSTORE_LOAD=never` on a decode instance")
 def test_a_decode_instance_that_never_loads_is_yellow_with_what_to_write():
     [(level, said, remedy)] = doubts(role="decode", load="never")
     assert level is Level.WARN
@@ -140,6 +147,7 @@ def test_a_decode_instance_that_never_loads_is_yellow_with_what_to_write():
     assert not doubts(role="decode")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_PUBLISH=0` on a prefill instance")
 def test_a_prefill_instance_that_never_saves_is_yellow_with_what_to_write():
     [(level, said, remedy)] = doubts(role="prefill", publish=False)
     assert level is Level.WARN
@@ -148,6 +156,7 @@ def test_a_prefill_instance_that_never_saves_is_yellow_with_what_to_write():
     assert not doubts(role="both", publish=False)
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS` that no prompt fills")
 @pytest.mark.parametrize(
     ("tokens", "longest", "why"),
     [
@@ -170,6 +179,7 @@ def test_blocks_that_no_prompt_fills_are_yellow_with_what_to_write(tokens, longe
 GIB = 1 << 30
 
 
+@pytest.mark.misconfiguration("staging above the host's memory")
 @pytest.mark.parametrize(
     ("staging", "level"), [("40GiB", Level.BAD), ("13GiB", Level.WARN), ("1GiB", Level.OK)]
 )
@@ -179,6 +189,7 @@ def test_staging_is_compared_with_the_free_memory(staging, level):
     assert bool(finding.remedy) is (level is not Level.OK)
 
 
+@pytest.mark.misconfiguration("`ulimit -l` is below staging, with RDMA")
 def test_locked_memory_below_staging_is_red_for_rdma():
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, limits[1]))
@@ -195,6 +206,7 @@ def test_locked_memory_below_staging_is_red_for_rdma():
     assert "locked memory" not in tcp
 
 
+@pytest.mark.misconfiguration("`ulimit -n 256`")
 def test_few_open_files_are_yellow():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -213,6 +225,7 @@ MOUNTS = """\
 """
 
 
+@pytest.mark.misconfiguration("`shm://` or `file://` on a tmpfs without huge pages, with GPUs")
 @pytest.mark.parametrize(
     ("remedy", "path", "num_gpus", "level"),
     [

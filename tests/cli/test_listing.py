@@ -208,6 +208,7 @@ def test_a_store_that_cannot_list_is_cleared_by_the_whole_name(sqlite, prompts):
 KEY = BlockKey("pds1:" + "a" * 32 + ":0:0:" + "b" * 32)
 
 
+@pytest.mark.misconfiguration("`du`, `ls`, `explain` with the URL of a pool that is not there")
 @pytest.mark.parametrize("name", ["file://{}/pool", "shm://pool?dir={}"])
 def test_looking_makes_no_pool(name, tmp_path):
     url = name.format(tmp_path)

@@ -68,6 +68,9 @@ def test_equal_instances_agree(compare):
     assert not [f for f in found if f.level is Level.BAD]
 
 
+@pytest.mark.misconfiguration(
+    "salt, weights, block tokens, order, shards, layer ranges or KV heads differ"
+)
 def test_each_field_that_differs_is_red_with_both_values(compare):
     found = compare(status_of(), status_of(dtype='"float16"', salt="#1234"))
     wrong = {f.subject: f.said for f in found if f.level is Level.BAD}
@@ -76,6 +79,7 @@ def test_each_field_that_differs_is_red_with_both_values(compare):
     assert '"float16" at' in wrong["namespace: dtype"]
 
 
+@pytest.mark.misconfiguration("P and D have two versions of pdstore, whose formats differ")
 def test_another_format_is_another_version_to_install(compare):
     [wrong] = found_wrong(compare(status_of(format="1"), status_of(format="2")))
     assert wrong.subject == "namespace: format"
@@ -99,6 +103,7 @@ def test_what_an_instance_says_is_wrong_with_its_pool_is_yellow(compare):
     assert "that instance's log" in found.remedy
 
 
+@pytest.mark.misconfiguration("`?lease=` differs")
 def test_two_leases_of_one_pool_are_yellow_with_both_and_what_to_write(compare):
     [found] = [f for f in compare(status_of(lease_s=1), status_of(lease_s=60)) if f.remedy]
     assert (found.level, found.subject) == (Level.WARN, "lease")
@@ -107,6 +112,7 @@ def test_two_leases_of_one_pool_are_yellow_with_both_and_what_to_write(compare):
     assert found.remedy.startswith("write the same ?lease= in PDSTORE_STORE of both")
 
 
+@pytest.mark.misconfiguration("one URL for two places, as `redis://127.0.0.1` on two hosts")
 def test_two_pools_of_equal_urls_are_red_and_the_url_is_called_what_it_is(compare):
     [wrong] = found_wrong(compare(status_of(), status_of(pool="bb" * 16)))
     assert wrong.subject == "pool"
@@ -120,6 +126,7 @@ def test_two_arenas_of_one_url_are_two_users_or_two_hosts(compare):
     assert "Service" not in wrong.remedy
 
 
+@pytest.mark.misconfiguration("a `--peer` without pdstore")
 @pytest.mark.parametrize("status", [{}, [], {"namespace": {"fields": None}}])
 def test_an_instance_without_a_status_is_red_and_says_what_to_do(compare, status):
     [finding] = compare(status)
@@ -128,6 +135,7 @@ def test_an_instance_without_a_status_is_red_and_says_what_to_do(compare, status
     assert "VLLM_PLUGINS is unset or names pdstore" in finding.remedy
 
 
+@pytest.mark.misconfiguration("an address, as a Service's, that leads to P and to D")
 def test_an_address_that_leads_to_p_and_to_d_is_red(compare):
     """The selector of a Service may have a label of both."""
     status = status_of() | {"role": "prefill"}
@@ -240,6 +248,7 @@ def test_a_peer_that_trickles_its_answer_is_not_waited_for_without_end(head):
     assert took_s < 20
 
 
+@pytest.mark.misconfiguration("a `--peer` that does not answer, or is no URL")
 def test_nobody_there_is_red_in_plain_words():
     [finding] = check_peers(["http://127.0.0.1:9"])
     assert finding.level is Level.BAD
@@ -247,12 +256,14 @@ def test_nobody_there_is_red_in_plain_words():
     assert finding.remedy.startswith("start it (PDSTORE_STATUS_PORT opens such a port)")
 
 
+@pytest.mark.misconfiguration("an instance listens on 127.0.0.1 alone, and `--peer` names its host")
 def test_nobody_at_an_address_of_another_host_may_listen_on_its_own_alone():
     [finding] = check_peers(["http://127.0.0.2:9"])
     assert finding.said == "no answer: Connection refused"
     assert "check that it listens on this address (--host 0.0.0.0)" in finding.remedy
 
 
+@pytest.mark.misconfiguration("a `--peer` of `https://`, and the instance speaks http")
 def test_https_to_an_instance_that_speaks_http_says_what_to_write():
     with instance(status_of()) as url:
         [finding] = check_peers([url.replace("http:", "https:")])
@@ -275,6 +286,7 @@ def test_http_to_a_server_that_ends_the_connection_may_have_to_be_https():
     assert finding.remedy == f"if it speaks TLS, write https://{place}"
 
 
+@pytest.mark.misconfiguration("a `--peer` that does not answer, or is no URL")
 @pytest.mark.parametrize("url", ["127.0.0.1:8100", "localhost", "ftp://127.0.0.1:1"])
 def test_what_is_no_url_says_how_one_begins(url):
     [finding] = check_peers([url])

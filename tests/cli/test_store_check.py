@@ -53,6 +53,7 @@ def test_a_pool_must_hold_a_prompt(capacity, kv_bytes, level):
     assert bool(room.remedy) is (level is not Level.OK)
 
 
+@pytest.mark.misconfiguration("redis with `noeviction` is full")
 def test_a_server_that_refuses_when_full_is_told_with_the_policy_that_evicts():
     shown = found(Room("redis 7", 100, GIB, 0, "noeviction"))["when full"]
     assert shown.level is Level.INFO
@@ -62,6 +63,7 @@ def test_a_server_that_refuses_when_full_is_told_with_the_policy_that_evicts():
         assert "when full" not in found(Room("redis 7", 100, capacity, 0, policy))
 
 
+@pytest.mark.misconfiguration("redis evicts by another rule than `volatile-lru`")
 @pytest.mark.parametrize(
     ("policy", "is_right"),
     [
@@ -110,6 +112,7 @@ def test_values_that_are_lost_at_once_are_not_called_a_wrong_password():
     assert "two servers behind one address" in remedy
 
 
+@pytest.mark.misconfiguration("redis' `maxclients` is reached")
 @pytest.mark.parametrize(
     ("num_connections", "level"), [(3, Level.WARN), (5000, None), (None, None)]
 )

@@ -56,6 +56,7 @@ def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, sai
     assert said(r"a load fell short \(lost\).*Look at the pool's size")
 
 
+@pytest.mark.misconfiguration("the switch is off on D")
 def test_an_instance_with_the_switch_off_tells_of_a_handoff_that_it_ignores(
     open_one, open_engine, said
 ):
@@ -114,6 +115,7 @@ def test_a_store_that_takes_no_writes_costs_d_one_wait(open_one, said, redis_ser
     assert said("You can't write against a read only replica")
 
 
+@pytest.mark.misconfiguration("D's `--max-model-len` is too small for a prompt that P took")
 def test_a_context_that_is_too_small_names_the_instance_and_the_option(open_one):
     d = open_one("decode")
     d.model.max_model_len = 64

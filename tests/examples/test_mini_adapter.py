@@ -79,6 +79,9 @@ def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
     assert (at_d.request.num_loaded, at_d.request.num_fed) == (149, 1)
 
 
+@pytest.mark.requirement(
+    "R-AW-8, 9", "a forward that fails ends its saves, and the next step works"
+)
 def test_a_step_that_fails_cancels_its_saves(open_instance, monkeypatch):
     p = open_instance("prefill")
     forward, begun = p.model.forward, []
@@ -199,6 +202,9 @@ def held(monkeypatch):
         store.release()
 
 
+@pytest.mark.requirement(
+    "R-AW-10, R11, R20", "the engine's thread never waits for a copy or the store"
+)
 def test_a_save_does_not_delay_the_answer_and_keeps_its_blocks(open_instance, held):
     p, d = open_instance("prefill"), open_instance("decode")
     held[0].hold()
@@ -249,6 +255,11 @@ def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoi
     assert any(one.request.num_loaded for _, one in asked)
 
 
+@pytest.mark.requirement(
+    "C1",
+    "a decoded block is saved only when all of its KV is computed",
+    note="also if prompt and answer together are whole blocks",
+)
 @pytest.mark.parametrize(("num_prompt", "num_answer"), [(200, 150), (64, 65), (10, 54), (63, 2)])
 def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
     open_instance, checkpoints, num_prompt, num_answer

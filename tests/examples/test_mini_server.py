@@ -155,6 +155,7 @@ def test_bad_input_is_refused_in_openais_form(serving, body, words):
     assert serving.ask(max_tokens=1)
 
 
+@pytest.mark.misconfiguration("`--served-model-name` differs on P or D")
 def test_another_model_and_another_path_are_not_found(serving):
     response = serving.post(model="gpt-9")
     assert response.status_code == 404
@@ -224,6 +225,7 @@ def test_what_cannot_be_answered_is_refused_by_its_field(chat, body, said):
     assert response.json()["error"]["message"].startswith(said)
 
 
+@pytest.mark.misconfiguration("chat with a checkpoint that has no template")
 def test_a_checkpoint_without_a_template_says_what_to_do(serving, chat):
     serving.engine.model.tokenizer.chat_template = None
     response = chat()
@@ -289,6 +291,7 @@ def test_a_bad_command_line_is_one_clear_line_and_exit_code_2():
     assert said == "mini_engine: --model nowhere: no checkpoint there (no config.json)\n"
 
 
+@pytest.mark.misconfiguration("the mini engine's API and the status page have one port")
 def test_one_port_for_the_api_and_the_status_page_is_refused_with_both_names(checkpoint):
     port = free_port()
     on = {"PD_TRANSFER_VIA_STORAGE": "1", "PDSTORE_STATUS_PORT": str(port)}

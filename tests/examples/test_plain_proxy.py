@@ -138,6 +138,7 @@ def test_d_loads_the_prompt_behind_the_plain_proxy(pair, is_stream):
     assert answer.headers["content-type"].startswith("text/event-stream") == is_stream
 
 
+@pytest.mark.misconfiguration("a proxy before P strips `kv_transfer_params`")
 @pytest.mark.anyio
 async def test_the_line_that_the_router_proposes_shows_whether_p_hands_over(pair, caplog):
     p, d = pair

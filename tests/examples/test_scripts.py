@@ -89,6 +89,7 @@ def test_a_wrong_option_is_said(script: str, options: str) -> None:
     assert (WRONG["--bogus"][:14] if router_has_none else WRONG[options]) in done.stderr
 
 
+@pytest.mark.misconfiguration("a port that is taken")
 @pytest.mark.parametrize("script", SCRIPTS[:3])
 def test_a_busy_port_is_said(script: str, python: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:

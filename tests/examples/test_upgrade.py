@@ -51,6 +51,7 @@ def handed_over_by(other, prompt):
     return answer.json()["kv_transfer_params"]
 
 
+@pytest.mark.misconfiguration("P and D have two versions of pdstore, whose formats differ")
 def test_versions_of_two_formats_compute_and_name_the_field_both_ways(
     start_other, open_engine, pd, caplog
 ):

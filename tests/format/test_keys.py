@@ -116,6 +116,7 @@ def test_weights_that_were_written_in_place_are_in_the_root_behind_all_else():
     assert len({first(**each) for each in changes}) == len(changes)
 
 
+@pytest.mark.requirement("R10, C4, C5", "P and D compute keys by one code, in any process")
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_keys_are_equal_in_every_process_and_hash_seed(seed):
     code = (
@@ -220,6 +221,7 @@ ITEMS = st.lists(
 )
 
 
+@pytest.mark.requirement("C2", "a tail's key has the images in it")
 @given(ITEMS, st.integers(1, 40))
 def test_every_block_and_the_tail_have_the_items_that_touch_them_in_the_order_given(items, count):
     told = [[item.offset, item.length, item.content_hash.hex()] for item in items]
@@ -247,6 +249,7 @@ def test_differences_name_the_fields_and_never_the_salt():
     assert a.differences(a.described) == []
 
 
+@pytest.mark.misconfiguration("P and D have two versions of pdstore, whose formats differ")
 def test_another_format_is_told_to_be_another_version_of_pdstore():
     a, b = (Namespace({"format": number}, PARTS, 4) for number in (1, 2))
     [line] = a.differences(b.described)

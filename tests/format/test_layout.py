@@ -36,6 +36,7 @@ def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
     assert groups_of((FULL,) * 5, 3) == ((0, 1), (2, 3), (4,))
 
 
+@pytest.mark.misconfiguration("`PDSTORE_KV_SHARDS` that does not divide the KV heads")
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -74,6 +75,7 @@ def test_the_number_of_ranges_follows_from_the_size_of_a_block(num_layers, num_r
     assert made.num_ranges == num_ranges
 
 
+@pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
 def test_payload_bytes_are_layers_tokens_heads_channels():
     assert layout().payload_bytes(Part(0, 0), 64) == 2 * 64 * 8 * 256 * 2
     assert layout().payload_bytes(Part(1, 0), 5) == 1 * 5 * 4 * 128 * 2
@@ -149,6 +151,7 @@ NAMESPACE_CHANGES = [
 ]
 
 
+@pytest.mark.requirement("R-AW-4, C15", "stored values of another version or namespace are misses")
 def test_everything_that_changes_bytes_changes_the_namespace():
     namespaces = [layout(**c).namespace(SETTINGS, weights="w") for c in [{}, *NAMESPACE_CHANGES]]
     namespaces.append(layout().namespace(SETTINGS, weights="v"))

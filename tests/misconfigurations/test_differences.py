@@ -32,6 +32,9 @@ def handed_over(p):
     return params
 
 
+@pytest.mark.misconfiguration(
+    "salt, weights, block tokens, order, shards, layer ranges or KV heads differ"
+)
 @pytest.mark.parametrize("field", DIFFERENT)
 def test_a_field_that_differs_is_named_at_once_with_both_values(instance, caplog, field):
     p, d = instance(), instance(handoff_wait_s=30.0, role="decode", **DIFFERENT[field])
@@ -45,6 +48,7 @@ def test_a_field_that_differs_is_named_at_once_with_both_values(instance, caplog
     assert line.endswith("start P and D with the same")
 
 
+@pytest.mark.misconfiguration("a field differs, and the router relays no `kv_transfer_params`")
 @pytest.mark.parametrize("field", DIFFERENT)
 def test_without_the_relayed_parameters_d_says_where_to_look(instance, caplog, field):
     p, d = instance(), instance(role="decode", **DIFFERENT[field])
@@ -54,6 +58,9 @@ def test_without_the_relayed_parameters_d_says_where_to_look(instance, caplog, f
     eventually(lambda: "removes kv_transfer_params: it has to relay them" in caplog.text)
 
 
+@pytest.mark.misconfiguration(
+    "a gateway between router and D removes `kv_transfer_params` from the requests"
+)
 def test_a_gateway_that_strips_the_hand_off_is_told_once_by_a_d_that_finds_the_kv(instance, caplog):
     p, d = instance(), instance(role="decode")
     handed_over(p)
@@ -79,6 +86,7 @@ def test_a_request_that_needs_no_hand_off_is_not_told(instance, closed_after, ca
     assert "without kv_transfer_params" not in caplog.text
 
 
+@pytest.mark.misconfiguration("the dtype differs")
 def test_a_dtype_that_differs_is_named(instance, caplog):
     p, d = instance(), instance(handoff_wait_s=30.0)
     params = handed_over(p)
@@ -88,6 +96,7 @@ def test_a_dtype_that_differs_is_named(instance, caplog):
     assert 'dtype: "bfloat16" there, "float32" here' in caplog.text
 
 
+@pytest.mark.misconfiguration("the layers differ")
 def test_the_layers_are_shown_and_not_a_digest_of_them(instance, caplog):
     p, d = instance(), instance(handoff_wait_s=30.0, **DIFFERENT["layers"])
     d.cache.lookup(d.cache.keys(PROMPT), handed_over(p)).wait(AT_ONCE_S)
@@ -95,11 +104,13 @@ def test_the_layers_are_shown_and_not_a_digest_of_them(instance, caplog):
     assert "layers: 3 x [" in line
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS=24` with engine blocks of 16")
 def test_a_value_that_is_no_multiple_of_the_engines_block_ends_the_start(instance):
     with pytest.raises(ValueError, match=r"BLOCK_TOKENS=24 must be a multiple .* of 16"):
         instance(block_tokens=24)
 
 
+@pytest.mark.misconfiguration("D has another tokenizer or chat template")
 @pytest.mark.parametrize("num_tokens", [122, 94, 70, 300])
 def test_another_tokenizer_is_told_and_not_taken_for_eviction(instance, caplog, num_tokens):
     p, d = instance(role="prefill"), instance(role="decode")
@@ -125,6 +136,7 @@ def test_the_prompt_that_p_had_is_no_warning(instance, caplog, num_more):
     assert not caplog.records
 
 
+@pytest.mark.misconfiguration("salts that differ only by white space at an end")
 def test_salts_that_differ_by_white_space_alone_are_called_that(instance, caplog):
     p, d = instance(salt="team-a\n"), instance(salt="team-a")
     d.cache.lookup(d.cache.keys(PROMPT), handed_over(p)).wait(AT_ONCE_S)

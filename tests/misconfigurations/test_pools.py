@@ -77,6 +77,7 @@ def test_two_arenas_of_one_name_are_told_to_be_of_two_users_or_hosts(over, caplo
     assert_said(caplog, "run them as one user on one host", "this instance's pool is /dev/shm/pdst")
 
 
+@pytest.mark.misconfiguration("P and D name two directories, redis databases or servers")
 @pytest.mark.parametrize("kind", ["directory", "redis db", "redis server"])
 def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(
     over, caplog, tmp_path, redis_server, kind
@@ -98,6 +99,7 @@ def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(
     assert_said(caplog, "give both the same PDSTORE_STORE", f"{place} is another place for each")
 
 
+@pytest.mark.misconfiguration("two deployments in one redis database")
 def test_two_deployments_in_one_redis_db_are_kept_apart_and_cleared_apart(over, redis_server):
     url = redis_server().url
     one, other = over(url), over(url, salt="another deployment")
@@ -109,6 +111,8 @@ def test_two_deployments_in_one_redis_db_are_kept_apart_and_cleared_apart(over, 
     assert found(other).num_tokens == len(PROMPT)
 
 
+@pytest.mark.misconfiguration("redis' `maxmemory` is too small")
+@pytest.mark.misconfiguration("redis with `noeviction` is full")
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-lru"])
 def test_a_redis_without_room_is_told_with_maxmemory(over, caplog, redis_server, policy):
     server = redis_server("--maxmemory", "1mb", "--maxmemory-policy", policy)
@@ -120,6 +124,7 @@ def test_a_redis_without_room_is_told_with_maxmemory(over, caplog, redis_server,
         assert_said(caplog, "a save fell short", "set it to volatile-lru")
 
 
+@pytest.mark.misconfiguration("the budget or the disk is full, or a prompt needs more")
 def test_a_budget_below_a_prompt_is_told(over, caplog, tmp_path):
     one = over(f"file://{tmp_path}/pool?budget={3 * BLOCK_BYTES}")
     result, _ = saved(one, MANY)
@@ -127,6 +132,7 @@ def test_a_budget_below_a_prompt_is_told(over, caplog, tmp_path):
     assert_said(caplog, "a save fell short", "?budget=")
 
 
+@pytest.mark.misconfiguration("nobody listens at the port")
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_a_port_where_nobody_listens_is_told_at_once(over, caplog, scheme):
     begin = time.monotonic()
@@ -137,6 +143,7 @@ def test_a_port_where_nobody_listens_is_told_at_once(over, caplog, scheme):
     assert_said(caplog, "a lookup fell short (store_down)", "pdstore doctor")
 
 
+@pytest.mark.misconfiguration("another server listens at redis' port")
 def test_a_server_that_speaks_something_else_is_called_that(over, caplog):
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         end = start_background(server.serve_forever)
@@ -146,6 +153,7 @@ def test_a_server_that_speaks_something_else_is_called_that(over, caplog):
         end(SOON_S)
 
 
+@pytest.mark.misconfiguration("`rediss://` to a server without TLS")
 def test_tls_to_a_server_without_it_costs_seconds_and_says_so(over, caplog, redis_server):
     begin = time.monotonic()
     url = f"rediss://127.0.0.1:{redis_server().port}?timeout=1"
@@ -154,6 +162,7 @@ def test_tls_to_a_server_without_it_costs_seconds_and_says_so(over, caplog, redi
     assert_said(caplog, "a server without it is redis://")
 
 
+@pytest.mark.misconfiguration("a wrong password")
 def test_a_wrong_password_stays_one_however_often_it_is_tried(over, caplog, redis_server):
     server = redis_server("--requirepass", "right")
     one = over(f"redis://:wrong-word@127.0.0.1:{server.port}", open_s=60.0)
@@ -182,6 +191,11 @@ def url_of_a_mistake(mistake, redis_server, stack):
     return f"redis://hush-hush@{host}/0", f"a password alone is redis://:PASSWORD@{host}"
 
 
+@pytest.mark.misconfiguration("redis wants a password and the URL has none")
+@pytest.mark.misconfiguration("the password in the user's place, `redis://secret@host`")
+@pytest.mark.misconfiguration("the redis is a replica")
+@pytest.mark.misconfiguration("redis' `maxclients` is reached")
+@pytest.mark.misconfiguration("`redis+sentinel://` to a redis")
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -208,6 +222,7 @@ def test_a_redis_that_cannot_be_used_is_told_at_once_with_what_to_write(
     assert "hush-hush" not in caplog.text + finding.said + finding.remedy + store.label
 
 
+@pytest.mark.misconfiguration("`PDSTORE_HANDOFF_TTL_S` is too short")
 def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, caplog, redis_server):
     server = redis_server()
     p, d = over(server.url, handoff_ttl_s=1), over(server.url, handoff_wait_s=0.5)
@@ -221,6 +236,7 @@ def test_a_marker_that_expired_before_d_came_is_told_with_the_setting(over, capl
     assert_said(caplog, "a lookup fell short (handoff_")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TTL_S` is too short")
 @pytest.mark.parametrize("is_set", ["on both", "on P"])
 def test_blocks_that_expired_before_d_came_are_told_with_the_setting(
     over, caplog, redis_server, is_set
@@ -263,18 +279,21 @@ def test_blocks_that_redis_evicted_before_d_came_are_told_as_such(
     assert ("PDSTORE_BLOCK_TTL_S=100" in caplog.text) is (ttl_s == 100)
 
 
+@pytest.mark.misconfiguration("an address of IPv6")
 def test_an_address_of_ipv6_is_one(over):
     one = over(f"redis://[::1]:{free_port()}")
     assert found(one).reason is Reason.STORE_DOWN
     assert one.store.label.startswith("redis://[::1]:")
 
 
+@pytest.mark.misconfiguration("proxies in the environment")
 def test_proxies_in_the_environment_are_not_asked_for_a_pool(over, redis_server, monkeypatch):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     assert saved(over(redis_server().url))[0].reason is None
 
 
+@pytest.mark.misconfiguration("D starts before P, and before the pool")
 def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(over, redis_server):
     server = redis_server()
     server.stop()
@@ -286,6 +305,7 @@ def test_a_d_that_starts_before_p_and_before_the_pool_takes_the_next_hand_off(ov
     eventually(lambda: found(d, params).num_tokens == len(PROMPT), SOON_S)
 
 
+@pytest.mark.misconfiguration("P dies before it has published")
 def test_a_p_that_dies_before_it_has_published_is_told_at_ds_deadline(over, caplog):
     p, d = over("memory://dies"), over("memory://dies", handoff_wait_s=0.5)
     eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
@@ -294,6 +314,7 @@ def test_a_p_that_dies_before_it_has_published_is_told_at_ds_deadline(over, capl
     assert_said(caplog, "a lookup fell short (handoff_", "whether P lives")
 
 
+@pytest.mark.misconfiguration("D's clock is an hour off")
 @pytest.mark.parametrize("hours", [-1, 1])
 @pytest.mark.parametrize("kind", ["file", "redis"])
 def test_a_clock_of_d_that_is_an_hour_off_costs_nothing(
@@ -366,6 +387,7 @@ def stack():
         yield stack
 
 
+@pytest.mark.misconfiguration("P cannot write: no inodes, a replica, `maxclients`, no memory")
 @pytest.mark.parametrize("kind", [_replica, _full_redis, _too_many_clients, _no_inodes])
 def test_a_store_that_takes_no_writes_costs_d_one_wait(stack, over, redis_server, tmp_path, kind):
     url, turn = kind(redis_server, tmp_path, stack)

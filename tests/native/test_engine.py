@@ -84,6 +84,9 @@ def test_threads_save_and_load_at_once(library, device, path, closed_after):
     assert torch.equal(case.buffer, before)
 
 
+@pytest.mark.requirement(
+    "R-AR-5, R4", "memory that an asynchronous copy reads stays until the copy has ended"
+)
 @pytest.mark.parametrize("device", native_kit.DEVICES)
 def test_what_the_caller_gave_may_change_right_after_the_call(library, device):
     """No copy reads ids or addresses from the caller's memory once the call has returned."""
@@ -97,6 +100,7 @@ def test_what_the_caller_gave_may_change_right_after_the_call(library, device):
     assert torch.equal(bench.host, bench.want)
 
 
+@pytest.mark.requirement("R6", "device memory is bounded and is freed with its owner")
 @pytest.mark.parametrize("device", native_kit.DEVICES)
 @pytest.mark.parametrize("path", list(CopyPath))
 def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
@@ -112,6 +116,9 @@ def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
     assert library.live() == (0, 0, 0)
 
 
+@pytest.mark.requirement(
+    "R-AR-3, R5, R24, C9", "nothing mutable is shared between jobs, threads or devices"
+)
 @pytest.mark.parametrize("device", native_kit.DEVICES)
 def test_engines_of_two_layouts_share_nothing(library, device):
     """No table or buffer is the process's: one engine's copies do not show in another's."""
@@ -188,6 +195,9 @@ for module in holder, pdstore.native.engine:  # the later a module came, the soo
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.requirement(
+    "R-DEV-9, 10", "a device is explicit and valid", note="the device is that of the KV tensors"
+)
 @pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
 def test_a_missing_device_fails_the_constructor(device):
     layout = Layout(
@@ -202,6 +212,7 @@ def test_a_missing_device_fails_the_constructor(device):
         )
 
 
+@pytest.mark.requirement("R18", "a direction other than load or save is an error")
 @pytest.mark.parametrize("direction", [-1, 2, 7])
 def test_a_number_that_is_no_direction_is_an_error_and_copies_nothing(library, direction):
     cache, payload = bytearray(b"c" * 64), bytearray(b"p" * 16)

@@ -66,6 +66,9 @@ def test_a_load_writes_after_what_the_event_says(library, path):
     assert torch.equal(case.buffer, want)
 
 
+@pytest.mark.requirement(
+    "R-PIN-4, R-CAP-1, 2", "no pinning and no default-mode call while a graph is captured"
+)
 def test_twenty_graphs_are_captured_while_saves_and_loads_run(library):
     store = MemoryStore()
     instance = gpu_instance(store)
@@ -126,6 +129,7 @@ def test_the_pool_saves_and_loads_gpu_tensors(library, engine_block_tokens):
     d.close()
 
 
+@pytest.mark.requirement("R-AR-7", "streams belong to an instance")
 @pytest.mark.parametrize("path", PATHS)
 def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library, path):
     """No scratch, order or event is shared between streams."""
@@ -225,6 +229,7 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
     assert not any(gap.any() for gap in between)
 
 
+@pytest.mark.requirement("R-PIN-9", "memory is registered in pieces")
 def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     case, swap, host, _ = rig(library)
     store = MemoryStore()
@@ -241,6 +246,7 @@ def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     staging.memory.close()
 
 
+@pytest.mark.requirement("R-PIN-8", "a failure leaves no error behind for the next call")
 def test_what_cannot_be_pinned_is_an_error_and_leaves_no_error_behind(library):
     _, swap, _, _ = rig(library)
     with pytest.raises(SwapError, match="cudaHostRegister"):

@@ -15,6 +15,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPU
 pytestmark = [pytest.mark.cuda, needs_two]
 
 
+@pytest.mark.requirement("R-DEV-4", "tests use a device that is not the default")
 @pytest.mark.parametrize(("mine", "its"), [(0, 1), (1, 0)])
 def test_copies_land_on_the_engines_device_whatever_the_callers_is(library, mine, its):
     """The caller's thread is back on its own device after each call."""
@@ -38,6 +39,9 @@ def test_copies_land_on_the_engines_device_whatever_the_callers_is(library, mine
     torch.cuda.set_device(0)
 
 
+@pytest.mark.requirement(
+    "R-DEV-11, 12", "callers keep their device, and no other device gets a context"
+)
 def test_an_engine_of_device_1_makes_no_context_on_device_0(library):
     program = """
 import sys

@@ -59,6 +59,8 @@ async def test_health_tells_the_state_of_every_instance() -> None:
     assert (without_d.status_code, without_d.json()["status"]) == (503, "down")
 
 
+@pytest.mark.misconfiguration("the router has P's and D's URL swapped")
+@pytest.mark.misconfiguration("a proxy before P strips `kv_transfer_params`")
 async def test_a_p_that_hands_nothing_over_is_told_with_how_to_find_out_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -70,6 +72,7 @@ async def test_a_p_that_hands_nothing_over_is_told_with_how_to_find_out_why(
     assert "Or a proxy or gateway between removes them" in caplog.text
 
 
+@pytest.mark.misconfiguration("the router has one URL for both")
 async def test_one_url_for_p_and_d_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     both = "http://127.0.0.1:8200"
     async with routed([both, "http://127.0.0.1:8100"], [both + "/"]):
@@ -78,6 +81,7 @@ async def test_one_url_for_p_and_d_is_told_at_the_start(caplog: pytest.LogCaptur
     assert caplog.messages.count(said) == 1
 
 
+@pytest.mark.misconfiguration("`--served-model-name` differs on P or D")
 async def test_a_request_that_d_alone_refuses_is_told_with_the_options_that_may_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -92,6 +96,7 @@ async def test_a_request_that_d_alone_refuses_is_told_with_the_options_that_may_
     assert "HTTP 404: the model 'm' does not exist: this is 'other'" in caplog.text
 
 
+@pytest.mark.misconfiguration("`--served-model-name` differs on P or D")
 async def test_a_request_that_p_alone_refuses_is_told_with_the_instance(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -104,6 +109,7 @@ async def test_a_request_that_p_alone_refuses_is_told_with_the_instance(
     assert "if D took the request, give P and D the same --served-model-name" in caplog.text
 
 
+@pytest.mark.misconfiguration("a load balancer before P or D ends requests by its own time-out")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_a_load_balancer_answers_is_told_as_such(
     role: str, caplog: pytest.LogCaptureFixture
@@ -121,6 +127,7 @@ async def test_what_a_load_balancer_answers_is_told_as_such(
     assert "HTTP 504: not in an engine's form, so a proxy or load balancer before it" in caplog.text
 
 
+@pytest.mark.misconfiguration("a redirect, as from http to https")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_redirect_is_told_and_no_answer_of_p(
     role: str, caplog: pytest.LogCaptureFixture
@@ -133,6 +140,7 @@ async def test_a_redirect_is_told_and_no_answer_of_p(
     assert "without kv_transfer_params" not in caplog.text
 
 
+@pytest.mark.misconfiguration("a status port as the router's URL")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_status_port_is_told_to_be_none_of_an_api(
     role: str, caplog: pytest.LogCaptureFixture
@@ -210,6 +218,7 @@ async def test_a_path_that_is_not_served_is_told_with_those_that_are() -> None:
     assert "POST /v1/responses; this router serves /v1/completions and /v1/chat/completions" in said
 
 
+@pytest.mark.misconfiguration("a port that is taken")
 async def test_a_port_that_is_taken_is_named() -> None:
     taken = StatusServer(0, dict)
     port = int(taken.url.rpartition(":")[2])
@@ -248,6 +257,7 @@ async def test_the_process_is_there_for_this_host_alone_and_stops_cleanly(
     assert process.returncode == 0
 
 
+@pytest.mark.misconfiguration("the router's URLs end in `/v1`")
 @pytest.mark.parametrize("option", ["--prefill", "--decode"])
 @pytest.mark.parametrize("ending", ["/v1", "/v1/", "/v1/completions"])
 def test_a_url_with_v1_is_refused_with_the_one_to_write(
@@ -260,6 +270,7 @@ def test_a_url_with_v1_is_refused_with_the_one_to_write(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.misconfiguration("several URLs in one option")
 @pytest.mark.parametrize("given", ["http://d1,http://d2", "http://d1:1,http://d2:2", "http://a b"])
 def test_several_urls_in_one_option_are_refused_with_what_to_write(
     given: str, capsys: pytest.CaptureFixture[str]

@@ -171,6 +171,7 @@ def test_all_waits_are_one_look_for_markers_only(rig):
     assert all(":handoff:" in key for keys in one.store.looks for key in keys)
 
 
+@pytest.mark.requirement("R1, R26", "one bad request harms no other request")
 def test_whatever_a_store_raises_about_one_handoff_delays_no_other(rig):
     one, bad, good = rig(), HandoffId.new(), HandoffId.new()
     one.put_blocks()

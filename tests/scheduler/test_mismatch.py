@@ -73,6 +73,7 @@ def test_a_pool_has_one_id_for_all_and_heals_a_damaged_one(store):
     assert read_pool_id(MemoryStore()) != first
 
 
+@pytest.mark.requirement("R-X-5", "nothing grows with clients or time")
 def test_messages_are_forgotten_in_the_end(caplog):
     mismatches = MismatchLog(repeat_interval_s=60.0, interval_s=0.0)
     for i in range(65):
@@ -142,6 +143,7 @@ def _with_files(params):
     return params if "weights_files" in params["pdstore"] else None
 
 
+@pytest.mark.misconfiguration("`PDSTORE_WEIGHTS` is equal on P and D, and the weights are not")
 def test_equal_names_of_other_weights_are_one_warning_for_each_peer(with_files, caplog):
     ps = [with_files(lambda _: "sha256:" + "a" * 64, weights="prod") for _ in range(2)]
     d = with_files(lambda _: "sha256:" + "b" * 64, weights="prod")

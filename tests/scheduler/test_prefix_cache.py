@@ -92,6 +92,7 @@ def test_a_store_that_is_down_is_a_miss_at_once(instance, store):
     assert d.cache.match(d.cache.keys(range(100))).reason is Reason.STORE_DOWN
 
 
+@pytest.mark.misconfiguration("`memory://` between processes")
 def test_memory_of_another_process_is_called_what_it_is(instance, caplog):
     other = open_store("memory://", settings_of())
     p, d = instance(), instance(over=other)
@@ -112,6 +113,8 @@ def test_blocks_that_went_after_p_published_them_are_told(instance, caplog):
     eventually(lambda: "Look at the pool's size" in caplog.text)
 
 
+@pytest.mark.misconfiguration("both instances have the role `decode`, or the roles are swapped")
+@pytest.mark.misconfiguration("the router has P's and D's URL swapped")
 def test_swapped_roles_are_told(instance, caplog):
     p, d = instance(role="prefill"), instance(role="decode")
     find(d, range(100), {"do_remote_decode": True})
@@ -311,6 +314,8 @@ def test_an_instance_publishes_prompts_by_its_role_and_the_request(
     assert instance(role=role).cache.is_prefill(params) is expected
 
 
+@pytest.mark.misconfiguration("`PDSTORE_LOAD=never` on a decode instance")
+@pytest.mark.misconfiguration("`PDSTORE_PUBLISH=0` on a prefill instance")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -413,5 +418,6 @@ def calls_of_a_lookup(other_has: list[int]) -> list[int]:
         return [len(asked) for asked in store.asked]
 
 
+@pytest.mark.requirement("C18", "a tenant cannot find out what another tenant has stored")
 def test_a_tenants_lookups_do_not_depend_on_what_another_has_stored():
     assert calls_of_a_lookup(TOKENS) == calls_of_a_lookup([]) == calls_of_a_lookup(TOKENS[:70])

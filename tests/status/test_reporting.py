@@ -35,6 +35,7 @@ def test_instances_of_one_environment_have_pages_beside_each_other(report):
     assert report(status_port=0, number=1).url is not None
 
 
+@pytest.mark.misconfiguration("a port that is taken")
 def test_a_port_that_cannot_be_opened_costs_the_page_and_not_the_start(report, caplog):
     port = int(report(status_port=0).url.rpartition(":")[2])
     before = set(threading.enumerate())

@@ -72,6 +72,7 @@ def test_a_router_that_sends_prompts_to_the_page_is_told_where_the_api_is(serve)
     assert "at the port of the API" in answer.json()["error"]["message"]
 
 
+@pytest.mark.misconfiguration("a port that is taken")
 def test_a_port_that_is_taken_names_the_setting(serve):
     port = int(serve(dict).url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"PDSTORE_STATUS_PORT={port}"):
@@ -146,6 +147,7 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
     assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())
 
 
+@pytest.mark.misconfiguration("one URL for two places, as `redis://127.0.0.1` on two hosts")
 def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_path):
     store = f"file://{tmp_path}/pool"
     pds = [pd_of(role, store, status_port=0) for role in ("prefill", "decode", "both", "both")]
@@ -161,6 +163,7 @@ def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_
     assert (pool.subject, pool.remedy) == ("pool", "give both the same PDSTORE_STORE")
 
 
+@pytest.mark.misconfiguration("`?lease=` differs")
 def test_doctor_compares_the_leases_of_instances(open_engine, tmp_path):
     stores = [f"file://{tmp_path}/pool?lease={seconds}" for seconds in (1, 60)]
     engines = [open_engine(pd=pd_of("both", store, status_port=0)) for store in stores]
@@ -172,6 +175,7 @@ def test_doctor_compares_the_leases_of_instances(open_engine, tmp_path):
     assert lease.remedy.startswith("write the same ?lease= in PDSTORE_STORE of both")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS` that no prompt fills")
 def test_the_engine_tells_at_its_start_of_blocks_that_none_of_its_prompts_fills(
     open_engine, tmp_path, caplog
 ):

@@ -12,6 +12,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 
 
+@pytest.mark.misconfiguration("the password in the user's place, `redis://secret@host`")
 @pytest.mark.parametrize(
     ("url", "name", "label"),
     [
@@ -35,6 +36,7 @@ def test_a_url_opens_its_store_without_connecting(url, name, label, tmp_path):
         assert "secret" not in store.label + repr(store)
 
 
+@pytest.mark.misconfiguration("an unknown scheme")
 @pytest.mark.parametrize("url", ["", "memory", "file:/x", "reddis://host", "http://host", "://"])
 def test_an_unknown_scheme_names_those_there_are(url):
     with pytest.raises(ConfigError, match=r"must start with one of memory://, file://, redis://"):
@@ -50,6 +52,7 @@ def test_a_slip_in_a_scheme_comes_with_the_url_that_was_meant(url, meant):
         open_store(url, Settings())
 
 
+@pytest.mark.misconfiguration("an extra is not installed")
 def test_a_missing_package_comes_with_its_install_command(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("pdstore.store.redis.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -43,6 +43,7 @@ def test_no_message_shows_a_password(url):
     assert not any("hu" in text.replace("what", "") or "sh@" in text for text in shown), shown
 
 
+@pytest.mark.misconfiguration("a variable that nothing replaced, as `${REDIS_HOST}`")
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -111,6 +112,9 @@ def test_a_url_shows_no_secret_when_it_is_printed():
     assert repr(StoreURL.of("redis://u:hush@h/1?x=hush")) == "StoreURL('redis://u:***@h/1')"
 
 
+@pytest.mark.misconfiguration("quotes in the URL, as docker's `--env-file` leaves them")
+@pytest.mark.misconfiguration("blanks or line ends around the URL")
+@pytest.mark.misconfiguration("`;budget=5GiB` for `?budget=5GiB`")
 @pytest.mark.parametrize(
     ("url", "words"),
     [

@@ -81,6 +81,7 @@ def test_a_receiver_that_is_away_costs_a_stop_some_seconds_at_most():
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.misconfiguration("`PDSTORE_TRACES` names no OTLP receiver")
 @pytest.mark.parametrize("kind", ["away", "an API", "gRPC"])
 def test_a_wrong_receiver_is_one_line_with_the_settings_name(caplog, kind):
     with wrong_receiver(kind) as (url, words):
@@ -122,6 +123,7 @@ def wrong_receiver(kind):
         yield url, "nothing answers there (Connection refused)"
 
 
+@pytest.mark.misconfiguration("an extra is not installed")
 def test_without_the_extra_the_error_has_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[otel\]'"):

@@ -19,6 +19,7 @@ def test_waiting_for_a_job_is_bounded():
         job_of().wait(0.01)
 
 
+@pytest.mark.requirement("R-AR-13", "several threads may wait for the end of a job")
 def test_all_who_wait_hear_of_the_end():
     job, heard = job_of(), []
     join = start_background(*[lambda: heard.append(job.wait(10))] * 4)
@@ -140,6 +141,7 @@ def test_a_copy_under_way_is_waited_for_when_the_next_share_fails():
     assert order == ["copied"]
 
 
+@pytest.mark.requirement("R-AW-14", "what a job held is free when it is done")
 def test_what_a_job_holds_is_released_before_it_is_done():
     class Tensor:
         pass

@@ -39,12 +39,14 @@ def gate():
     gate.open()
 
 
+@pytest.mark.requirement("R-AW-7", "the first error is kept, every wait ends, the worker goes on")
 def test_a_bug_in_a_body_is_a_fault_and_the_worker_goes_on(make):
     queue = make()
     assert queue.submit(job_of(lambda child: 1 // 0)).wait(5).reason is Reason.FAULT
     assert queue.submit(job_of()).wait(5).reason is None
 
 
+@pytest.mark.requirement("R-X-7, R17, R22", "every wait has a deadline")
 def test_a_deadline_ends_the_job_and_not_its_call(make, gate):
     queue = make()
     job = queue.submit(held(gate, seconds=0.4))
@@ -123,6 +125,12 @@ def test_one_direction_never_stops_the_other(make, gate, busy):
     assert queue.submit(job_of(direction=other)).wait(5).reason is None
 
 
+@pytest.mark.requirement(
+    "R-AW-15",
+    "queues are bounded in jobs and in bytes",
+    note="dropping is the one policy, because a pool is a cache",
+)
+@pytest.mark.requirement("R-AR-10", "a refused job is not counted as accepted")
 def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(make):
     for changes, num_bytes in (({"max_jobs": 2}, 1), ({"max_bytes": 200}, 100)):
         queue, gate = make(workers=2, **changes), Gate()
@@ -165,6 +173,9 @@ def test_a_job_follows_those_it_is_after(make, gate):
     assert order == [1, 2]
 
 
+@pytest.mark.requirement(
+    "R-AW-16", "a close ends in bounded time, also when called twice, at exit or after a fork"
+)
 def test_close_is_bounded_and_every_job_fails_exactly_once(make, gate):
     queue, ends = make(workers=2), []
     jobs = [queue.submit(held(gate, d)) for d in Direction for _ in range(3)]
@@ -203,6 +214,7 @@ def test_a_pin_that_fails_leaves_no_thread():
     eventually(lambda: set(threading.enumerate()) <= before)
 
 
+@pytest.mark.requirement("R-DEV-3", "a pin that fails leaves no job counted as running")
 def test_a_pin_that_fails_at_a_job_leaves_none_counted_as_running():
     api = FakeApi()
     queue = JobQueue(2, DevicePin(torch.device("cuda:1"), api), Metrics())
@@ -247,6 +259,7 @@ def test_a_child_forked_while_a_thread_holds_the_locks_is_refused_at_once(make, 
     assert job.wait(10).reason is None
 
 
+@pytest.mark.requirement("R-AW-13", "jobs submitted beside a close end exactly once")
 def test_many_submitters_and_cancellers_end_every_job_once(make):
     queue, ends = make(workers=4), []
 

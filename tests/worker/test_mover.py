@@ -30,6 +30,7 @@ def flip(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+@pytest.mark.requirement("C16", "length and checksum of a value are checked before use")
 @pytest.mark.parametrize("block", [0, 1, 3])
 @pytest.mark.parametrize(
     ("damage", "reason"),
@@ -70,6 +71,9 @@ def test_swapped_values_are_misses(instance, store):
         plant(store, keys[a], values[keys[a]])
 
 
+@pytest.mark.requirement(
+    "R-X-2, R23", "a block counts only after its copy, and the slots lent for it are given back"
+)
 def test_a_block_is_loaded_whole_or_not_at_all(instance, store):
     p, d = (instance(fill=f, kv_shards=2) for f in (None, POISON))
     save(p, range(200))

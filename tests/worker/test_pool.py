@@ -45,6 +45,9 @@ def test_p_and_d_may_have_other_engine_blocks(instance, p):
     assert torch.equal(d.tokens(range(7))[:200], p.tokens(P_BLOCKS)[:200])
 
 
+@pytest.mark.requirement(
+    "R-AR-8, R9, R21", "all ranks use the same number of tokens, the smallest that any rank has"
+)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_ranks_load_the_tokens_that_all_of_them_have_and_none_behind(instance, store, missing):
     p = instance(kv_shards=2)
@@ -92,6 +95,7 @@ def test_a_read_only_instance_saves_nothing(store, instance):
     assert store.match(p.cache.keys(range(100)).store_keys(p.layout.parts)) == 0
 
 
+@pytest.mark.requirement("R-AW-18, R27", "block ids are copied and checked before anything moves")
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -214,6 +218,11 @@ def gated(request, monkeypatch):
     return open_gated
 
 
+@pytest.mark.requirement(
+    "R-AW-19",
+    "a request that comes before the start is over takes the documented path",
+    note="the request waits within its deadline",
+)
 def test_a_pool_opens_at_once_and_its_jobs_wait_for_pinned_memory(gated):
     p, registrar = gated()
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)

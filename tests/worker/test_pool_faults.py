@@ -56,6 +56,7 @@ def held_by_pdstore() -> Counter[str]:
     return counts
 
 
+@pytest.mark.requirement("R-X-5", "nothing grows with clients or time")
 def test_nothing_grows_with_requests(instance):
     """Serves also requests that are aborted, miss, or name a hand-off that nobody saves."""
     p, d = instance(handoff_wait_s=0.01), instance(fill=POISON, handoff_wait_s=0.01)
@@ -90,6 +91,7 @@ def test_nothing_grows_with_requests(instance):
     assert not grown()
 
 
+@pytest.mark.requirement("C13", "engine blocks are given back whatever happens")
 @pytest.mark.parametrize("seed", range(12))
 def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, instance, seed):
     faulty = Faulty(store, seed=seed, error_rate=0.05, miss_rate=0.05, corrupt_rate=0.05)
@@ -111,6 +113,7 @@ def test_under_random_faults_d_has_a_right_prefix_and_nothing_leaks(store, insta
         assert one.pool.metrics.registry.get_sample_value("pdstore_slots_lent") == 0
 
 
+@pytest.mark.requirement("R-X-1, 6", "settings that cannot be used fail the start")
 def test_too_little_staging_is_refused_at_the_start(store, instance):
     with pytest.raises(ConfigError, match="PDSTORE_STAGING"):
         instance(staging="64KiB")

@@ -67,6 +67,7 @@ def followed(closed_after):
     return closed_after(Instance(MemoryStore(), **more)), swaps[0]
 
 
+@pytest.mark.requirement("R-AW-17", "a save's event is recorded on the caller's stream")
 @pytest.mark.parametrize("publishes", [False, True])
 def test_a_save_hands_its_event_to_every_copy(followed, publishes):
     """So does a load."""
@@ -194,6 +195,7 @@ def pinned_of(num_pages, registrar, pages_of_a_piece=1, **options) -> PinnedMemo
     return PinnedMemory(view, PAGE, registrar, span_bytes=size, **options)
 
 
+@pytest.mark.requirement("R-PIN-6, R19", "no value lies in two registered pieces")
 @given(
     slot_pages=st.integers(1, 40),
     num_slots=st.integers(1, 200),
@@ -211,6 +213,11 @@ def test_every_slot_is_in_one_span_whole(slot_pages, num_slots, span_bytes):
     assert at == base + num_slots * slot
 
 
+@pytest.mark.requirement(
+    "R-PIN-11",
+    "pages are made present by several threads before they are pinned; NUMA by choice",
+    note="at most four threads, and the placement is the launcher's",
+)
 def test_pieces_are_made_present_side_by_side_before_they_are_registered(closed_after):
     class Together(FakeRegistrar):
         several = threading.Barrier(4)
@@ -222,6 +229,8 @@ def test_pieces_are_made_present_side_by_side_before_they_are_registered(closed_
     closed_after(pinned_of(64, Together(), 4)).ready(30)
 
 
+@pytest.mark.requirement("R-PIN-1", "a wait for pinning ends and says why it failed")
+@pytest.mark.requirement("R-PIN-7, 12", "registering is all or nothing, and a failure is an error")
 @pytest.mark.parametrize("fail_at", [0, 7, 15])
 def test_when_a_piece_fails_the_others_are_undone_and_ready_says_why(fail_at):
     registrar = FakeRegistrar(fail_at)
@@ -243,6 +252,7 @@ def test_ready_has_a_deadline_and_says_how_far_it_is(closed_after):
     pinned.ready(30)
 
 
+@pytest.mark.requirement("R-PIN-2", "pinning runs beside an engine's start")
 def test_who_waits_for_it_is_told_how_far_it_is(monkeypatch):
     gate, lines = threading.Event(), []
 

@@ -20,6 +20,7 @@ from tests.support.kv import BLOCK_BYTES, POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
 
+@pytest.mark.requirement("C6", "stored blocks are not written again")
 def test_what_is_stored_is_not_moved_again(p):
     save(p, range(200))
     before = p.pool.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": "saved"})
@@ -47,6 +48,11 @@ def test_a_save_asks_once_what_is_stored_however_many_shares_it_has(store, insta
     assert saved("pdstore_tokens_total", {"verb": "saved"}) == 320  # none of them twice
 
 
+@pytest.mark.requirement(
+    "C14",
+    "a match leases the blocks that it found, and blocks lost before are saved again",
+    note="`StoreTests` has `test_a_leased_value_survives_pressure` for every store",
+)
 def test_a_block_lost_before_the_check_is_saved_again(store, instance):
     class Forgetful(WrapperStore):
         """Loses one earlier block the moment the last one is put."""
@@ -138,6 +144,9 @@ def test_a_handoffs_blocks_are_not_captured_before_it_is_over(store, instance):
     assert_loaded(p, d, 200)
 
 
+@pytest.mark.requirement(
+    "R-AW-12, C8", "a put that failed shows in its job, and no marker is written"
+)
 def test_done_is_said_only_of_a_whole_chain(store, instance):
     class Sieve(WrapperStore):
         """Accepts everything and keeps only the first block and markers."""
@@ -160,6 +169,7 @@ def test_done_is_said_only_of_a_whole_chain(store, instance):
     eventually(lambda: store.match([attempt.failed(p.namespace)]) == 1)
 
 
+@pytest.mark.requirement("R-X-3, R25, C17", "if there is too little room, a whole save is dropped")
 def test_a_full_store_says_failed_to_d(store, instance):
     class Full(WrapperStore):
         def put(self, keys, slots):
@@ -214,6 +224,9 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
     gate.end_with(None)
 
 
+@pytest.mark.requirement(
+    "R8, C10, C11", "ranks wait for no barrier", note="there is none; ranks mark their own shards"
+)
 def test_two_ranks_mark_their_own_shards_only(instance, store):
     """An MLA group is every rank's; the hand-off is over when the slower rank has said so."""
     layers = (LayerSpec(1, 24, value_dim=0, kind="mla"), LayerSpec(2, 8))
@@ -229,6 +242,7 @@ def test_two_ranks_mark_their_own_shards_only(instance, store):
     assert lookup.wait(5).num_tokens == 100
 
 
+@pytest.mark.requirement("R-AW-11", "captured and durable are two states of a save")
 def test_a_save_keeps_what_the_cache_was_when_it_was_captured(p, d):
     job = p.pool.save(p.cache.keys(range(200)), P_BLOCKS)
     eventually(lambda: job.captured)
@@ -256,6 +270,7 @@ def test_a_save_that_finds_the_store_full_says_how_much_is_durable(store, instan
     assert isinstance(result.error, StoreFull)
 
 
+@pytest.mark.requirement("R-AR-6, R3", "no hidden wait and no needless work in the engine's thread")
 def test_saving_a_chunk_costs_the_caller_little_whatever_the_prompt(instance):
     """In the caller's thread: 25 ms once at a million tokens, 2 now on a slow machine at rest."""
 

@@ -32,6 +32,7 @@ def loan(staging, direction, most, least=1, seconds=0.0, is_over=lambda: False):
     return staging.loan(direction, most, least=least, deadline=Deadline(seconds), is_over=is_over)
 
 
+@pytest.mark.misconfiguration("staging of 1 KiB")
 def test_too_little_memory_says_how_much_is_needed():
     with pytest.raises(ConfigError, match=r"PDSTORE_STAGING.*set it to 32MiB"):
         Staging(lambda n: memoryview(bytearray(n)), (2 << 20) - HEADER_BYTES, 8 << 20)
@@ -60,6 +61,7 @@ def test_many_borrowers_never_share_a_slot():
     assert staging.num_lent == 0
 
 
+@pytest.mark.misconfiguration("staging above the host's memory")
 def test_more_memory_than_the_host_gives_is_a_setting_to_change():
     with pytest.raises(ConfigError, match=r"PDSTORE_STAGING of \d+ MiB: .* set it to less"):
         Staging(lambda n: memoryview(mmap.mmap(-1, n)), SLOT, 1 << 60)

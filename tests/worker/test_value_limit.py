@@ -33,6 +33,7 @@ def layout_of(settings):
     return Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=16, rope="")
 
 
+@pytest.mark.misconfiguration("`shm://` with slabs smaller than a block's value")
 def test_a_pool_refuses_an_arena_whose_slabs_hold_no_block_and_says_what_to_set(tmp_path):
     url = f"shm://small?size=1MiB&dir={tmp_path}"
     with contextlib.closing(open_store(url + "&slab=16KiB", settings_of())) as store:

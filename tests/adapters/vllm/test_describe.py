@@ -85,6 +85,7 @@ def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
 
 
+@pytest.mark.misconfiguration("a model without a KV cache, as encoders are")
 def test_a_model_without_a_kv_cache_is_refused_with_the_switch_to_turn_off():
     with pytest.raises(ConfigError, match=r"no KV cache.*PD_TRANSFER_VIA_STORAGE=0"):
         refuse_unsupported(vllm_config(), SimpleNamespace(kv_cache_groups=[]))

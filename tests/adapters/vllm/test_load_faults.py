@@ -43,6 +43,7 @@ def spoil(pair, bad_block, harm, request):
         return answer.result()
 
 
+@pytest.mark.requirement("R15, C12", "a load that fails is computed, not an error")
 @pytest.mark.parametrize("harm", [delete, corrupt])
 @pytest.mark.parametrize("bad_block", BAD.values(), ids=BAD)
 def test_what_was_not_loaded_is_computed_and_not_asked_for_again(pair, bad_block, harm):

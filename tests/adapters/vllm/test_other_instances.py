@@ -86,6 +86,7 @@ def assert_never_loads(p, d, field):
     assert field in line
 
 
+@pytest.mark.misconfiguration("weights were changed under the same name")
 def test_other_weights_of_the_same_name_are_never_loaded(pair, launcher, checkpoints, started):
     model = checkpoints("llama", seed=1)
     assert model.name == checkpoints("llama").name
@@ -109,6 +110,7 @@ def forget(server):
     assert response.json() == {"success": True}
 
 
+@pytest.mark.requirement("C1", "a decoded block is saved only when all of its KV is computed")
 def test_the_next_turn_s_p_loads_the_prompt_and_the_answer(pair, launcher, checkpoints, started):
     env = switched_on(pair.redis.url, "decode")
     d = started(launcher.vllm("saving-d", checkpoints("llama"), *CACHING, env=env))

@@ -59,6 +59,7 @@ def test_a_known_vllm_gets_the_connector_once(monkeypatch, vllms_own, version):
         assert EngineArgs.create_engine_config.__wrapped__ is vllms_own
 
 
+@pytest.mark.misconfiguration("a version of vLLM that is not supported")
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0"])
 def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
     install(monkeypatch, version)
@@ -165,12 +166,14 @@ def test_a_wrong_setting_ends_the_start_where_the_switch_is_on(
         configured()
 
 
+@pytest.mark.requirement("R-AW-1", "unless it is switched on, pdstore does nothing")
 def test_without_the_switch_vllm_stays_as_it_is(monkeypatch, configured):
     assert configured() is None
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "0")
     assert configured() is None
 
 
+@pytest.mark.misconfiguration("a Kubernetes Service called `pdstore` or `pdstore-*`")
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_a_kubernetes_service_called_pdstore_ends_no_start(monkeypatch, configured, switch):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", switch)
@@ -180,6 +183,7 @@ def test_a_kubernetes_service_called_pdstore_ends_no_start(monkeypatch, configur
     assert (configured() is not None) == (switch == "1")
 
 
+@pytest.mark.misconfiguration("`PDSTORE_ROLE=`, empty")
 def test_an_empty_role_is_both_and_the_log_says_so(monkeypatch, configured, log):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     monkeypatch.setenv("PDSTORE_ROLE", "")
@@ -187,6 +191,7 @@ def test_an_empty_role_is_both_and_the_log_says_so(monkeypatch, configured, log)
     assert "pdstore hands KV over, role both" in log.text
 
 
+@pytest.mark.misconfiguration("a URL that nothing can open")
 @pytest.mark.parametrize("url", ["redsi://there", "file://{tmp}/pool?colour=red", "shm://a?size=x"])
 def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, tmp_path, url):
     url = url.format(tmp=tmp_path)
@@ -202,6 +207,7 @@ def test_a_store_that_nothing_can_open_ends_the_start(monkeypatch, configured, t
         configured(given)
 
 
+@pytest.mark.misconfiguration("`--kv-offloading-size` beside pdstore")
 @pytest.mark.parametrize("given", [None, ours(), multi({}), nested({})])
 def test_an_option_that_replaces_the_connector_is_refused(monkeypatch, configured, given):
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
@@ -216,6 +222,7 @@ def test_offloading_without_pdstore_is_vllms_own_affair(configured, log):
     assert not log.records
 
 
+@pytest.mark.misconfiguration("the switch beside another connector")
 @pytest.mark.parametrize("given", [ours(kv_connector="OffloadingConnector"), multi()])
 def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configured, log, given):
     configured(given)
@@ -234,6 +241,7 @@ def test_the_switch_beside_another_connector_is_one_warning(monkeypatch, configu
 MISSPELT = ["PDstoreConnector", "PDStoreConnection", "PDStorageConnector", "pdstore"]
 
 
+@pytest.mark.misconfiguration("the connector is misspelt in `--kv-transfer-config`")
 @pytest.mark.parametrize("name", MISSPELT)
 @pytest.mark.parametrize("config", [ours, multi, nested])
 def test_a_misspelt_connector_is_refused_with_its_right_name(configured, config, name):
@@ -249,6 +257,7 @@ def test_another_products_connector_is_not_taken_for_a_misspelt_one(configured, 
     assert configured(given) is given
 
 
+@pytest.mark.misconfiguration("`PDSTORE_ON_MISS=fail` beside the policy `recompute`")
 @pytest.mark.parametrize("config", [ours, multi, nested])
 def test_a_policy_that_contradicts_on_miss_is_refused_before_a_model_is_loaded(
     monkeypatch, configured, config
@@ -261,6 +270,7 @@ def test_a_policy_that_contradicts_on_miss_is_refused_before_a_model_is_loaded(
         configured(config(*entry, kv_load_failure_policy="recompute"))
 
 
+@pytest.mark.misconfiguration("`PDSTORE_ROLE` is another role than `kv_role`")
 @pytest.mark.parametrize("config", [ours, multi, nested])
 def test_roles_that_disagree_are_one_warning(monkeypatch, configured, log, config):
     entry = () if config is ours else ({},)
@@ -273,6 +283,7 @@ def test_roles_that_disagree_are_one_warning(monkeypatch, configured, log, confi
     assert "kv_role is kv_producer, but pdstore's role is set to decode, which is not used" in said
 
 
+@pytest.mark.misconfiguration("`PDSTORE_ROLE` is another role than `kv_role`")
 def test_the_role_of_the_extra_config_wins_with_a_warning(configured, log):
     configured(ours(kv_role="kv_consumer", kv_connector_extra_config={"role": "prefill"}))
     [said] = messages_of(log)
@@ -329,6 +340,9 @@ def test_a_dictionary_is_checked_and_completed_as_an_option_is(configured):
         configured({**alone, "kv_connector_extra_config": {"stoer": "redis://there"}})
 
 
+@pytest.mark.misconfiguration(
+    "the entry of a `MultiConnector` contradicts it in `kv_load_failure_policy` or `kv_role`"
+)
 @pytest.mark.parametrize("config", [multi, nested])
 @pytest.mark.parametrize(
     ("entry", "message"),
@@ -346,6 +360,7 @@ def test_entries_that_contradict_or_cannot_be_used_end_the_start(
         configured(config(entry))
 
 
+@pytest.mark.misconfiguration("`VLLM_PLUGINS` without `pdstore`, or with blanks in it")
 @pytest.mark.parametrize(
     ("names", "is_told"),
     [

@@ -71,6 +71,7 @@ def test_blocks_that_a_window_has_left_are_no_blocks(pool, state_of, asked):
     assert pool.held == TABLE[:2]
 
 
+@pytest.mark.requirement("R-X-4", "a save holds its blocks until it has read them")
 def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_of, asked):
     saves = saves_of(pool, num_ranks=2)
     [first, second] = compute(saves, state_of(), asked, 128, 128)

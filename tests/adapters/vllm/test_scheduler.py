@@ -47,6 +47,7 @@ def saved_with(save, reason):
     return StepReport(ended=[JobEnd(save.request_id, 0, Direction.SAVE, 0, reason)])
 
 
+@pytest.mark.misconfiguration("`PDSTORE_BLOCK_TOKENS` that no prompt fills")
 def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(scheduler_of, caplog):
     scheduler_of(longest_prompt=32)
     assert f"PDSTORE_BLOCK_TOKENS={settings_of().block_tokens}, and no prompt has over 32" in (

@@ -62,6 +62,10 @@ def test_a_file_that_others_may_open_is_refused(library, path):
         open_and_close(library, path)
 
 
+@pytest.mark.misconfiguration(
+    "the file of a `shm://` arena removed while engines run: by hand, or by systemd-logind at a "
+    "logout",
+)
 def test_an_instance_whose_arena_was_removed_says_so(library, path, closed_after, caplog):
     """By RemoveIPC of systemd-logind, or by hand: its own calls go on, so nothing else shows it."""
     old = closed_after(ArenaStore(library, directory=path.parent, size=4 * MIB))
@@ -118,6 +122,7 @@ def test_sizes_that_no_arena_has_are_refused(library, path, monkeypatch, size, s
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.misconfiguration("`?size=` of an arena without its unit, as `?size=64`")
 @pytest.mark.parametrize("size", [1, 64, 65_535])
 def test_a_size_without_its_unit_is_told_with_one(library, path, size):
     with pytest.raises(ConfigError, match=r"\?size=.* is less than .*: write a .* \?size=64GiB"):
@@ -125,6 +130,8 @@ def test_a_size_without_its_unit_is_told_with_one(library, path, size):
     assert os.listdir(path.parent) == []
 
 
+@pytest.mark.misconfiguration("`shm://` in a `/dev/shm` that is full")
+@pytest.mark.misconfiguration("`shm://` on FUSE, ext3, ramfs, or a hugetlbfs without `size=`")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 @pytest.mark.parametrize(
     ("kind", "options", "size", "words"),
@@ -148,6 +155,7 @@ def test_a_file_system_that_holds_no_arena_is_told(library, tmp_path, kind, opti
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+@pytest.mark.misconfiguration("`shm://` on FUSE, ext3, ramfs, or a hugetlbfs without `size=`")
 def test_fuse_holds_no_arena(library, tmp_path):
     words = "is on fuse, which does not make files without a name (O_TMPFILE): name a directory in"
     with mounted(tmp_path) as disk, pytest.raises(ConfigError, match=re.escape(words)):

@@ -104,6 +104,7 @@ def test_memory_that_the_disk_does_not_give_is_no_crash(library, small_disk):
         assert store.match(fresh_keys(1)) == 0
 
 
+@pytest.mark.misconfiguration("`shm://` larger than its `/dev/shm`")
 def test_an_arena_that_does_not_fit_is_refused(library, small_disk):
     words = r"make it smaller \(\?size=\).* in a container, raise --shm-size"
     with pytest.raises(ConfigError, match=words):

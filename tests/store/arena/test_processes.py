@@ -60,6 +60,9 @@ def all_slots_come_back(store) -> bool:
     return False
 
 
+@pytest.mark.requirement(
+    "R-PIN-10", "memory is unregistered in order, and a killed owner leaves nothing wrong"
+)
 @pytest.mark.parametrize("times", [40, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_processes_killed_anywhere_leave_only_misses(tmp_path, times):
     order = random.Random(times)

@@ -191,6 +191,7 @@ def test_a_url_that_does_not_fit_says_why(url, words, tmp_path):
         open_store(url, Settings(native="require"))
 
 
+@pytest.mark.misconfiguration("one `shm://` name with two sizes")
 def test_another_size_than_the_arena_has_is_refused(open_arena):
     open_arena(size=4 * MIB)
     assert len(open_arena(size=4 * MIB).memory()) == 4 * MIB

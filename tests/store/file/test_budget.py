@@ -23,6 +23,7 @@ from tests.support.kv import Instance
 MIB = 1 << 20
 
 
+@pytest.mark.requirement("R12", "defaults fit a small host", note="staging is 1 GiB")
 def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
     directory = PoolDirectory(full_disk / "pool")
     before = default_budget(directory)
@@ -32,6 +33,7 @@ def test_half_of_a_small_file_system_is_the_default_budget(full_disk):
     assert default_budget(directory) == pytest.approx(before, rel=0.05)
 
 
+@pytest.mark.misconfiguration("a `?budget=` above its file system")
 def test_a_budget_above_the_file_system_is_told_at_the_start(full_disk, caplog):
     with contextlib.closing(FileStore(full_disk / "pool", budget=20 << 30)) as store:
         assert 3 << 20 < store.room().capacity_bytes <= 4 << 20
@@ -48,6 +50,7 @@ def fill_disk(disk, leave):
     return disk / "logs"
 
 
+@pytest.mark.misconfiguration("the disk is full at the start")
 @pytest.mark.parametrize("leave", [0, 64 << 10, 256 << 10])
 def test_a_disk_that_is_full_at_the_start_ends_no_start_and_is_used_once_it_is_freed(
     full_disk, caplog, closed_after, leave
@@ -79,6 +82,7 @@ def test_a_disk_without_inodes_at_the_start_is_used_once_it_has_some(full_disk, 
     assert store.match(keys) == 2
 
 
+@pytest.mark.misconfiguration("a `?budget=` below one value, as `?budget=20` without a unit")
 def test_a_value_above_the_budget_is_told_with_what_to_write(tmp_path, closed_after):
     store = closed_after(FileStore(tmp_path / "pool", budget=80))
     words = r"bytes is more than \?budget=80B: write a larger one with its unit, like \?budget=20Gi"
@@ -95,6 +99,7 @@ def test_a_file_system_that_is_too_small_for_a_value_is_told(full_disk, closed_a
     assert "more than half of its file system, which has 4.0MiB: name a directory on a" in said
 
 
+@pytest.mark.misconfiguration("a file system that does not tell its size")
 def test_a_file_system_that_does_not_tell_its_size_wants_a_budget(tmp_path, caplog):
     with mounted(tmp_path, statfs="zero") as disk:
         pool = partial(FileStore, disk.at / "pool")
@@ -107,6 +112,7 @@ def test_a_file_system_that_does_not_tell_its_size_wants_a_budget(tmp_path, capl
             assert not store.doubts
 
 
+@pytest.mark.misconfiguration("one directory, and another `?budget=` or `?lease=` on D than on P")
 @pytest.mark.parametrize(
     ("theirs", "ours", "is_told"),
     [

@@ -37,6 +37,7 @@ def other(store, closed_after):
     return closed_after(FileStore(root_of(store), budget=20 * SIZE))
 
 
+@pytest.mark.misconfiguration("D's clock is an hour off")
 @pytest.mark.parametrize("skew_s", SKEWS_S)
 def test_a_lease_holds_against_an_evictor_whose_clock_is_wrong(tmp_path, skewed, skew_s):
     pool = partial(FileStore, tmp_path / "pool", budget=20 * SIZE, lease_s=60.0)

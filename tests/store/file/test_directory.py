@@ -75,6 +75,7 @@ for path in sys.argv[1:]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.misconfiguration("a directory that may not be written")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_directory_without_permission_is_denied_and_the_message_helps(tmp_path):
     for path in [tmp_path, *tmp_path.parents][:3]:
@@ -99,6 +100,7 @@ def test_a_directory_of_another_user_is_denied(tmp_path, monkeypatch):
         FileStore(tmp_path / "pool")
 
 
+@pytest.mark.misconfiguration("the pool is a mount point that others may write to (`emptyDir`)")
 def test_a_directory_that_others_can_write_to_is_denied(tmp_path):
     (tmp_path / "pool").mkdir()
     (tmp_path / "pool").chmod(0o777)
@@ -108,6 +110,7 @@ def test_a_directory_that_others_can_write_to_is_denied(tmp_path):
     FileStore(tmp_path / "pool" / "pool").close()
 
 
+@pytest.mark.misconfiguration("a directory with other files")
 def test_a_directory_with_other_files_is_no_pool(tmp_path):
     (tmp_path / "00").mkdir()
     (tmp_path / "00" / "precious").write_text("x")
@@ -124,6 +127,7 @@ def without_lock(store):
     return root_of(store)
 
 
+@pytest.mark.misconfiguration("a program deleted old files of the pool, `pool.lock` too")
 def test_a_pool_that_lost_its_lock_file_is_still_one(store, tmp_path, closed_after):
     read_pool_id(store)
     keys = fill(store, 5)
@@ -215,6 +219,7 @@ def test_a_pool_whose_tmp_is_a_link_is_refused(store, tmp_path):
         FileStore(root_of(store))
 
 
+@pytest.mark.misconfiguration("the pool is mounted read-only")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a tmpfs")
 def test_a_read_only_mount_is_told_with_what_to_change(full_disk):
     FileStore(full_disk / "pool").close()
@@ -231,6 +236,10 @@ LACKS = {
 }
 
 
+@pytest.mark.misconfiguration(
+    "a file system without hard links, `:` in names or times of files, as SMB, FAT and some of "
+    "FUSE",
+)
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -255,6 +264,7 @@ def test_a_file_system_that_keeps_no_times_is_told_at_the_start(tmp_path, monkey
         FileStore(tmp_path / "pool")
 
 
+@pytest.mark.misconfiguration("NFS without locks")
 def test_a_file_system_without_locks_is_named_with_what_to_do(tmp_path, monkeypatch):
     def no_locks(fd, operation):
         raise OSError(errno.ENOLCK, "No locks available")  # as an NFS mount without them has it

@@ -142,6 +142,7 @@ def test_a_value_is_kept_for_a_moment_after_its_put(store):
     assert 16 <= caught.value.num_done <= 20
 
 
+@pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
 def test_tails_and_markers_past_their_time_go_before_any_block(store):
     block = fresh_keys(1)[0]
     old = [BlockKey(f"{block}:partial:3"), BlockKey("pds1:00:handoff:11:0:done")]

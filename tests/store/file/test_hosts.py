@@ -187,6 +187,7 @@ def test_a_pool_on_nfs_works_as_any_other(tmp_path, monkeypatch, closed_after):
     assert get(store, keys[55:65], [SIZE] * 10) == [content(key, SIZE) for key in keys[55:60]]
 
 
+@pytest.mark.misconfiguration("NFS without `lookupcache=positive`")
 def test_doctor_and_the_start_say_how_to_mount_nfs(tmp_path, monkeypatch, caplog):
     nfs = Mount("nfs4", frozenset({"rw", "vers=4.2"}))
     monkeypatch.setattr("pdstore.store.file.store.mount_of", lambda path: nfs)

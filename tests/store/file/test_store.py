@@ -124,6 +124,7 @@ def test_file_without_a_path_is_a_directory_of_this_user(tmp_path, monkeypatch):
         assert store.label == f"file://{tmp_path}/pdstore/pool"
 
 
+@pytest.mark.misconfiguration("the home directory cannot be written")
 def test_a_home_that_cannot_be_written_is_told_with_what_to_name(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/proc/none")
@@ -210,6 +211,7 @@ def test_a_doubt_is_logged_once_though_both_halves_of_an_instance_open_the_store
     assert caplog.text.count("and its file system has") == 1
 
 
+@pytest.mark.misconfiguration("the file system has no inodes left")
 def test_a_file_system_without_inodes_says_so_and_not_that_it_is_full(full_disk):
     subprocess.run(["mount", "-o", "remount,nr_inodes=3", full_disk], check=True)
     with pytest.raises(StoreFull) as caught, named_error(f"file://{full_disk}", "key"):

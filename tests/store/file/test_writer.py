@@ -93,6 +93,7 @@ def test_a_full_disk_is_evicted_once_and_put_again(store, monkeypatch):
     assert len(stored(store, old)) < 10
 
 
+@pytest.mark.misconfiguration("the budget or the disk is full, or a prompt needs more")
 def test_a_full_file_system_is_store_full_and_leaves_nothing_half_written(full_disk):
     with contextlib.closing(FileStore(full_disk / "pool", budget=1 << 30)) as store:
         keys = fresh_keys(100)
@@ -137,6 +138,7 @@ def put_sealed(library):
     bench.swap.close()
 
 
+@pytest.mark.misconfiguration("the file system has no inodes left")
 def test_a_sealed_put_without_inodes_is_store_full_and_leaves_room_for_a_marker(
     full_disk, put_sealed
 ):

@@ -71,6 +71,7 @@ def test_the_listed_commands_are_enough_and_no_other_is_tried(guarded_server):
         assert {entry["object"] for entry in raw.acl_log()} == {"config|get", "info"}
 
 
+@pytest.mark.requirement("R-X-8", "an error names the store and the key")
 def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
     keys = fresh_keys(2)
     with opened(as_user(guarded_server, "reader")) as store:
@@ -85,6 +86,7 @@ def test_a_user_without_the_right_is_denied_at_the_key(guarded_server):
             store.clear(keys[0].split(":")[1])
 
 
+@pytest.mark.misconfiguration("an authority that nobody knows")
 def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, tmp_path):
     cert, key = make_certificate(tmp_path)
     port = str(free_port())
@@ -106,6 +108,11 @@ def test_tls_is_checked_by_authority_and_the_user_by_the_acl(redis_server, tmp_p
         stranger.match([block])
 
 
+@pytest.mark.misconfiguration("a redis database that the server does not have")
+@pytest.mark.misconfiguration(
+    "`redis://` to a node of a cluster, `redis+cluster://` to a lone server"
+)
+@pytest.mark.misconfiguration("`redis+sentinel://` to a redis")
 @pytest.mark.parametrize(
     ("url", "hint"),
     [
@@ -211,6 +218,9 @@ def test_a_server_that_dies_in_a_call_leaves_the_number_of_keys_served(redis_ser
         assert caught.value.num_done == 16, "two batches of 8 MiB"
 
 
+@pytest.mark.misconfiguration(
+    "`redis://` to a node of a cluster, `redis+cluster://` to a lone server"
+)
 def test_a_node_of_a_cluster_is_named_as_such(redis_server):
     # of its own: by default it is 10,000 above the port, which may be too high
     bus = ("--cluster-port", str(free_port()))

@@ -40,6 +40,8 @@ def test_a_server_for_a_pool_has_nothing_to_improve(redis_server):
     assert findings_about(redis_server("--maxmemory", "1gb").url) == {}
 
 
+@pytest.mark.misconfiguration("redis writes snapshots or an append-only file")
+@pytest.mark.misconfiguration("redis' `maxmemory` is above its host's memory")
 @pytest.mark.parametrize(
     ("options", "subject", "words"),
     [
@@ -60,6 +62,7 @@ def test_what_a_pool_should_not_have_is_yellow(redis_server, options, subject, w
     assert finding.remedy
 
 
+@pytest.mark.misconfiguration("redis writes snapshots or an append-only file")
 def test_a_server_that_cannot_write_its_snapshot_is_red_and_says_so_to_who_stores(redis_server):
     server = redis_server("--save", "3600 1")
     with server.client() as client:
@@ -104,6 +107,7 @@ def one_address_of(*ports, most=math.inf):
         end(10.0)
 
 
+@pytest.mark.misconfiguration("one address for two redis servers, as a Service with `replicas: 2`")
 def test_two_servers_behind_one_address_are_red(redis_server):
     ports = redis_server("--maxmemory", "1gb").port, redis_server("--maxmemory", "1gb").port
     with one_address_of(*ports) as url:
@@ -125,6 +129,9 @@ def test_one_of_config_and_info_is_enough_for_leases(redis_server, right):
         assert store.lease_s > 0
 
 
+@pytest.mark.misconfiguration(
+    "a redis user, or a hosted redis, that tells neither `CONFIG` nor `INFO`"
+)
 def test_a_server_that_tells_nothing_is_yellow_with_the_right_that_is_missing(redis_server):
     user = ["--user", "default", "on", "nopass", "~pds1:*", "-@all", "+exists", "+ping"]
     [finding] = findings_about(redis_server(*user).url).values()
@@ -144,6 +151,8 @@ PROTECTED = (
 )
 
 
+@pytest.mark.misconfiguration("redis in protected mode")
+@pytest.mark.misconfiguration("a user of redis may not use a command")
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
@@ -178,6 +187,7 @@ def test_the_remedy_follows_the_servers_words(reply, words):
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.misconfiguration("the certificate is for another host, or its time is over")
 @pytest.mark.parametrize("name", ["IP:10.9.9.9", "DNS:elsewhere"])
 def test_a_certificate_for_another_host_is_not_called_an_unknown_authority(
     redis_server, tmp_path, name
@@ -195,6 +205,7 @@ def test_a_certificate_for_another_host_is_not_called_an_unknown_authority(
     assert "?ca=" not in caught.value.remedy
 
 
+@pytest.mark.misconfiguration("the certificate is for another host, or its time is over")
 @pytest.mark.parametrize(
     ("url", "said", "words"),
     [
@@ -210,6 +221,7 @@ def test_the_remedy_follows_the_words_of_the_way_to_the_server(url, said, words)
     assert words in remedy_of(url, redis.ConnectionError(said))
 
 
+@pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
 def test_a_limit_of_sizes_is_named_where_small_values_pass_and_large_ones_break(redis_server):
     server = redis_server("--maxmemory", "1gb")
     with server.client() as client:
@@ -244,6 +256,7 @@ def refused_puts(url, size, times=4):
         return errors
 
 
+@pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
 @pytest.mark.parametrize(("option", "limit", "size"), LIMITS)
 def test_a_value_over_the_servers_limit_says_nothing_about_the_server(
     redis_server, option, limit, size
@@ -257,6 +270,7 @@ def test_a_value_over_the_servers_limit_says_nothing_about_the_server(
         assert f"a value of {size:,} bytes" in str(error)
 
 
+@pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
 def test_a_value_that_a_proxy_does_not_let_through_is_told_as_such(redis_server):
     with one_address_of(redis_server("--maxmemory", "1gb").port, most=1 << 20) as url:
         for error in refused_puts(url, 2 << 20):

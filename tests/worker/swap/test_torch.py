@@ -92,6 +92,9 @@ def test_what_is_gathered_and_scattered_is_equal_and_nothing_else_is_written(dat
         assert (b[others] == fill).all()
 
 
+@pytest.mark.requirement(
+    "R7, C7", "sizes need not be whole machine words, and K and V may differ in size"
+)
 def test_separate_k_and_v_are_one_payload():
     layout = layout_of()
     caches = caches_of(layout, 4)
