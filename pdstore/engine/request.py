@@ -243,9 +243,8 @@ class EngineRequest:
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
-        if (
-            self._phase not in _PROMPT_GIVEN
-        ):  # if it was preempted, its client has a first token already
+        was_preempted = self._phase in _PROMPT_GIVEN  # then its client has a first token already
+        if not was_preempted:
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
         return num_loaded
