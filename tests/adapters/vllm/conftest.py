@@ -104,6 +104,8 @@ def launcher(tmp_path_factory) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path_factory.mktemp("servers"))
     yield launcher
     launcher.close()
+    for server in launcher.servers:
+        assert "bypasses the pool" not in server.log.read_text(errors="replace"), server.log
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,217 @@
+"""vLLM's own scheduler drives the connector at random, and makes no call that a phase forbids."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import Counter, deque
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from pdstore import open_store
+from pdstore.adapters.vllm import PDStoreConnector, plugin
+from pdstore.adapters.vllm.messages import RankLayout, StepReport
+from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
+from pdstore.engine.request import JobEnd
+from pdstore.errors import Direction, Reason
+from pdstore.format.continuation import NO_BLOCK
+from pdstore.format.handoff import Handoff, HandoffId
+from tests.support.kv import Instance, settings_of
+
+BLOCK, NUM_BLOCKS, MAX_NEW = 16, 24, 40
+SHARED = list(range(1, 129))
+NUM_TURNS = 250
+
+
+@pytest.fixture(scope="module")
+def config(checkpoints):
+    """vLLM's configuration of an instance with so few blocks that it preempts requests."""
+    plugin.register()
+    init_none_hash(sha256)
+    transfer = KVTransferConfig(
+        kv_connector=plugin.NAME,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"pd_transfer_via_storage": True, "staging": "8MiB"},
+    )
+    return EngineArgs(
+        model=str(checkpoints("llama")),
+        dtype="float32",
+        enforce_eager=True,
+        block_size=BLOCK,
+        max_model_len=256,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,  # so that a preempted request loads again
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+
+
+class Chance:
+    """A vLLM instance without a model: jobs end after some turns, well or not, and tokens are 7.
+
+    Where steps overlap, a step's outcome comes after the next step was scheduled.
+    """
+
+    def __init__(self, config, url, seed, *, overlaps) -> None:
+        config.kv_transfer_config.kv_connector_extra_config |= {
+            "store": url,
+            "role": "both",
+            "handoff_wait_s": 0.02,
+        }
+        config.scheduler_config.async_scheduling = overlaps
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
+        )
+        groups = [KVCacheGroupSpec(["a", "b"], spec)]
+        self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        self.seen: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._overlaps = overlaps
+        self._names = iter(range(10**6))
+        self._jobs: deque = deque()
+        self._steps: deque = deque()
+
+    def turn(self, *, is_last=False) -> None:
+        if not is_last:
+            self._arrive_or_leave()
+        output = self.scheduler.schedule()
+        requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
+        tokens = [[] if request.is_prefill_chunk else [7] for request in requests]
+        self._begin(output.kv_connector_metadata)
+        self._steps.append((output, tokens))
+        self.seen["preempted"] += sum(r.status is RequestStatus.PREEMPTED for r in self._alive())
+        if len(self._steps) > self._overlaps:
+            output, tokens = self._steps.popleft()
+            names = list(output.num_scheduled_tokens)
+            numbers = {name: number for number, name in enumerate(names)}
+            ran = ModelRunnerOutput(names, numbers, tokens, kv_connector_output=self._outcome())
+            self.scheduler.update_from_output(output, ran)
+
+    def _alive(self):
+        return [r for r in self.scheduler.requests.values() if not r.is_finished()]
+
+    def _arrive_or_leave(self) -> None:
+        chance, alive = self._random.random(), self._alive()
+        if chance < 0.4 and len(alive) < 8:
+            self.scheduler.add_request(self._request())
+        elif chance < 0.44 and alive:
+            left = self._random.choice(alive)
+            self.seen[f"left as {left.status.name}"] += 1
+            self.scheduler.finish_requests(left.request_id, RequestStatus.FINISHED_ABORTED)
+        elif chance < 0.47:
+            with contextlib.suppress(RuntimeError):  # a load or a save holds blocks
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            self.seen["reset"] += 1
+
+    def _request(self) -> Request:
+        shared = self._random.choice([0, 40, 128])
+        own = [self._random.randrange(200, 250) for _ in range(self._random.randrange(1, 40))]
+        asked = Handoff(HandoffId.new()).params()
+        prefill = {"do_remote_decode": True}
+        params = self._random.choice([None, None, prefill, asked, asked | prefill])
+        sampling = SamplingParams(
+            max_tokens=self._random.randrange(1, MAX_NEW),
+            ignore_eos=True,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+        sampling.update_from_generation_config({}, 256)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        name, prompt = f"r{next(self._names)}", [*SHARED[:shared], *own]
+        return Request(name, prompt, sampling, None, block_hasher=hasher)
+
+    def _begin(self, metadata) -> None:
+        for spec in metadata.loads:
+            self.seen["load"] += 1
+            self._jobs.append([self._random.randrange(4), spec])
+        for spec in metadata.saves:
+            self.seen["save"] += 1
+            self._jobs.append([self._random.randrange(6), spec])
+
+    def _outcome(self) -> KVConnectorOutput:
+        """What the jobs report that end now."""
+        for job in self._jobs:
+            job[0] -= 1
+        ended = [spec for turns, spec in self._jobs if turns < 0]
+        self._jobs = deque(job for job in self._jobs if job[0] >= 0)
+        report, loaded, bad = StepReport(), set(), set()
+        for spec in ended:
+            direction = Direction.LOAD if spec.number is None else Direction.SAVE
+            reason = self._random.choice([None, None, Reason.LOST])
+            num_tokens = spec.plan.keys.num_tokens if spec.plan is not None else 0
+            if reason is not None:
+                self.seen[f"short {direction.value}"] += 1
+                num_tokens = self._random.randrange(num_tokens + 1)
+            if spec.plan is not None:
+                end = JobEnd(spec.request_id, spec.number, direction, num_tokens, reason)
+                report.ended.append(end)
+            if direction is Direction.SAVE:
+                report.released[spec.number] = 1
+                continue
+            loaded.add(spec.request_id)
+            first = 0 if spec.plan is None else max(spec.plan.first_token, num_tokens)
+            if spec.plan is None or first < spec.plan.num_tokens:
+                bad |= {id for id in spec.block_ids[0][first // BLOCK :] if id != NO_BLOCK}
+        return KVConnectorOutput(
+            finished_recving=loaded, kv_connector_worker_meta=report, invalid_block_ids=bad
+        )
+
+
+@pytest.fixture
+def chance_of(config, tmp_path, closed_after):
+    url = f"file://{tmp_path}/pool"
+    store = closed_after(open_store(url, settings_of(store=url)))
+    instance = closed_after(Instance(store))
+    keys = instance.cache.keys(SHARED)
+    assert instance.pool.save(keys, range(len(SHARED) // BLOCK)).wait(20).reason is None
+
+    def make(seed, *, overlaps):
+        chance = Chance(config, url, seed, overlaps=overlaps)
+        connector = chance.scheduler.connector
+        connector.set_xfer_handshake_metadata({0: RankLayout(instance.namespace, BLOCK)})
+        closed_after(connector.scheduler)
+        return chance
+
+    return make
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one-step", "two-steps"])
+def test_vllm_calls_in_a_legal_order(chance_of, overlaps, monkeypatch):
+    seen: Counter[str] = Counter()
+    faults = []
+    note = faults.append
+    monkeypatch.setattr(PDStoreConnectorScheduler, "bypass", lambda side, error: note(error))
+    monkeypatch.setattr(PDStoreConnector, "count_fault", lambda side, hook: note(sys.exc_info()[1]))
+    for seed in range(3):
+        chance = chance_of(seed, overlaps=overlaps)
+        connector = chance.scheduler.connector
+        for _ in range(NUM_TURNS):
+            chance.turn()
+        while chance.scheduler.requests or connector.has_pending_push_work():
+            chance.turn(is_last=True)
+        seen += chance.seen
+        assert faults == []
+        free = chance.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == NUM_BLOCKS - 1, "but for vLLM's null block"
+    for name in ("preempted", "reset", "load", "short load", "left as WAITING", "left as RUNNING"):
+        assert seen[name], f"the walk has shown no {name}: {seen}"
