@@ -10,7 +10,7 @@
 namespace pds {
 
 // A value that is summed after its copy: its number in the call, and its header before the copy.
-struct Awaited {
+struct PendingSum {
   int64_t number, payload_bytes;
   std::array<char, 64> header;
 };
@@ -42,7 +42,7 @@ struct pds_engine : pds::Engine {
 struct pds_ticket {
   std::shared_ptr<pds::Ticket> ticket;
   pds::arena::Places places{};  // of an arena's values that are copied
-  std::vector<pds::Awaited> awaited{};
+  std::vector<pds::PendingSum> pending_sums{};
 };
 struct pds_arena {
   std::unique_ptr<pds::arena::Arena> arena;

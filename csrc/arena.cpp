@@ -128,9 +128,9 @@ int32_t Arena::while_open(Body body) {
 // Calls body(now) with the lock. If the index contradicts itself, rebuilds it and calls body again.
 // `close` ends waits for a lock that a stopped process holds.
 template <typename Body>
-int32_t Arena::with_lock(int64_t lock_ns, Body body) {
+int32_t Arena::with_lock(int64_t lock_timeout_ns, Body body) {
   Header &header = index_.header();
-  const int64_t end = now_ns() + (lock_ns < 0 ? lock_timeout_ns_ : lock_ns);
+  const int64_t end = now_ns() + (lock_timeout_ns < 0 ? lock_timeout_ns_ : lock_timeout_ns);
   Locked locked;
   do {
     locked = lock(header, owner_, std::min(end, now_ns() + kLookForEnd));
@@ -159,8 +159,8 @@ int32_t Arena::with_lock(int64_t lock_ns, Body body) {
 }
 
 template <typename Body>
-int32_t Arena::locked(int64_t lock_ns, Body body) {
-  return while_open([&] { return with_lock(lock_ns, body); });
+int32_t Arena::locked(int64_t lock_timeout_ns, Body body) {
+  return while_open([&] { return with_lock(lock_timeout_ns, body); });
 }
 
 int32_t Arena::close() {
@@ -181,17 +181,17 @@ int32_t Arena::close() {
   return PDS_OK;
 }
 
-int32_t Arena::find(const Keys &keys, uint8_t *stored, int64_t lock_ns) {
-  return locked(lock_ns, [&](int64_t now) {
+int32_t Arena::find(const Keys &keys, uint8_t *stored, int64_t lock_timeout_ns) {
+  return locked(lock_timeout_ns, [&](int64_t now) {
     for (size_t i = 0; i < keys.size(); ++i) stored[i] = index_.find(keys[i], now) != kNone;
   });
 }
 
-int32_t Arena::match(const Keys &keys, int64_t spared_from, int64_t spared_ns, uint8_t *stored,
-                     int64_t lock_ns) {
+int32_t Arena::match(const Keys &keys, int64_t unread_from, int64_t unread_since_ns,
+                     uint8_t *stored, int64_t lock_timeout_ns) {
   std::vector<uint32_t> found;
   found.reserve(keys.size());
-  return locked(lock_ns, [&](int64_t now) {
+  return locked(lock_timeout_ns, [&](int64_t now) {
     std::fill_n(stored, keys.size(), 0);
     found.clear();
     for (const auto key : keys) {
@@ -203,8 +203,8 @@ int32_t Arena::match(const Keys &keys, int64_t spared_from, int64_t spared_ns, u
     // the first block of a chain becomes the newest: one without those before it is worth nothing
     for (int64_t i = static_cast<int64_t>(found.size()); i-- > 0;) {
       const uint32_t id = found[static_cast<size_t>(i)];
-      const bool is_spared = i >= spared_from && index_.was_read_since(id, spared_ns);
-      if (is_spared) {
+      const bool gets_no_lease = i >= unread_from && index_.was_read_since(id, unread_since_ns);
+      if (gets_no_lease) {
         index_.make_newest(id);
       } else {
         index_.touch(id, now);
@@ -232,24 +232,24 @@ int32_t Arena::clear(std::string_view prefix) {
 }
 
 int32_t Arena::reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                       int64_t lock_ns) {
+                       int64_t lock_timeout_ns) {
   places->clear();
   return while_open([&] {
     places->reserve(keys.size());
     int32_t code;
-    bool goes_on;
+    bool can_continue;
     do {  // nothing goes for values whose memory the file system may refuse: it is asked before
-      goes_on = false;
+      can_continue = false;
       const size_t num_backed = places->size();
-      code = with_lock(lock_ns, [&](int64_t now) {
+      code = with_lock(lock_timeout_ns, [&](int64_t now) {
         while (places->size() > num_backed) {  // reserved before the index was rebuilt
           index_.free_if_reserved(places->back().slot, places->back().generation);
           places->pop_back();
         }
-        goes_on = reserve_more(keys, kinds, sizes, places, now);
+        can_continue = reserve_more(keys, kinds, sizes, places, now);
       });
-      if (code == PDS_OK) code = back(places, num_backed, lock_ns, &goes_on);
-    } while (code == PDS_OK && goes_on);
+      if (code == PDS_OK) code = back(places, num_backed, lock_timeout_ns, &can_continue);
+    } while (code == PDS_OK && can_continue);
     if (code != PDS_OK) {
       abandon_later(*places);
       places->clear();
@@ -326,13 +326,13 @@ std::vector<NewValue> Arena::missing_of(const Keys &keys, const uint8_t *kinds,
 
 // Has the file system allocate the memory of slots, else writing to them could raise SIGBUS. It
 // allocates whole slots, because the next value in a slot may be longer. first: of the places that
-// are not backed yet. Where it refuses, the places end, and goes_on becomes false.
-int32_t Arena::back(Places *places, size_t first, int64_t lock_ns, bool *goes_on) {
+// are not backed yet. Where it refuses, the places end, and can_continue becomes false.
+int32_t Arena::back(Places *places, size_t first, int64_t lock_timeout_ns, bool *can_continue) {
   for (size_t i = first; i < places->size(); ++i) {
     const int64_t bytes = (*places)[i].unbacked, at = geometry_.data_at + (*places)[i].offset;
     if (bytes == 0 || fallocate(file_, 0, at, bytes) == 0) continue;
     const Places refused(places->begin() + i, places->end());
-    const int32_t code = with_lock(lock_ns, [&](int64_t now) {
+    const int32_t code = with_lock(lock_timeout_ns, [&](int64_t now) {
       const int64_t until = index_.deny(now);
       for (const auto &[slot, generation, offset, unbacked] : refused) {
         if (index_.is_reserved(slot, generation))
@@ -341,16 +341,16 @@ int32_t Arena::back(Places *places, size_t first, int64_t lock_ns, bool *goes_on
     });
     if (code != PDS_OK) abandon_later(refused);
     places->resize(i);
-    *goes_on = false;
+    *can_continue = false;
     return code;
   }
   return PDS_OK;
 }
 
-int32_t Arena::publish(const Places &places, int64_t *done, int64_t lock_ns) {
+int32_t Arena::publish(const Places &places, int64_t *done, int64_t lock_timeout_ns) {
   *done = 0;
   bool any = false;
-  const int32_t code = locked(lock_ns, [&](int64_t now) {
+  const int32_t code = locked(lock_timeout_ns, [&](int64_t now) {
     for (; *done < static_cast<int64_t>(places.size()); ++*done) {
       const Place &place = places[*done];
       if (place.slot < 0) continue;
@@ -363,8 +363,8 @@ int32_t Arena::publish(const Places &places, int64_t *done, int64_t lock_ns) {
   return code;
 }
 
-int32_t Arena::abandon(const Places &places, int64_t lock_ns) {
-  const int32_t code = locked(lock_ns, [&](int64_t) {
+int32_t Arena::abandon(const Places &places, int64_t lock_timeout_ns) {
+  const int32_t code = locked(lock_timeout_ns, [&](int64_t) {
     for (const Place &place : places) index_.free_if_reserved(place.slot, place.generation);
   });
   if (code == PDS_ERR_TIMEOUT) abandon_later(places);
@@ -376,9 +376,10 @@ void Arena::abandon_later(const Places &places) {
   abandoned_.insert(abandoned_.end(), places.begin(), places.end());
 }
 
-int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns) {
+int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places,
+                      int64_t lock_timeout_ns) {
   bool fits = true;
-  const int32_t code = locked(lock_ns, [&](int64_t now) {
+  const int32_t code = locked(lock_timeout_ns, [&](int64_t now) {
     places->clear();
     fits = true;
     for (size_t i = 0; i < keys.size(); ++i) {

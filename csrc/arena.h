@@ -41,27 +41,27 @@ class Arena {
   // child's copy of the file, so that the parent's locks end with the parent.
   int32_t close();
 
-  // lock_ns: how long a call waits for the lock; negative: for as long as the options say.
+  // lock_timeout_ns: how long a call waits for the lock; negative: for as long as the options say.
   // stored: set for each key. match: leases the leading stored keys, and stops after them; spares
   // what pds_arena_find says.
-  int32_t find(const Keys &keys, uint8_t *stored, int64_t lock_ns);
-  int32_t match(const Keys &keys, int64_t spared_from, int64_t spared_ns, uint8_t *stored,
-                int64_t lock_ns);
+  int32_t find(const Keys &keys, uint8_t *stored, int64_t lock_timeout_ns);
+  int32_t match(const Keys &keys, int64_t unread_from, int64_t unread_since_ns, uint8_t *stored,
+                int64_t lock_timeout_ns);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the leading keys for which there is room; without a slot for a stored key.
   int32_t reserve(const Keys &keys, const uint8_t *kinds, const int64_t *sizes, Places *places,
-                  int64_t lock_ns);
+                  int64_t lock_timeout_ns);
   // Lets values go, also kept ones, until all keys have room; leases the keys that are stored. With
   // PDS_ERR_FULL nothing has gone.
   int32_t make_room(const Keys &keys, const uint8_t *kinds, const int64_t *sizes);
   // done: how many leading places this process still owned; their values are stored now.
-  int32_t publish(const Places &places, int64_t *done, int64_t lock_ns);
+  int32_t publish(const Places &places, int64_t *done, int64_t lock_timeout_ns);
   // Frees reserved places; if the lock is not free in time, the next call frees them.
-  int32_t abandon(const Places &places, int64_t lock_ns = -1);
+  int32_t abandon(const Places &places, int64_t lock_timeout_ns = -1);
   void abandon_later(const Places &places);
   // places: of the leading keys that are stored with this size. Their leases end soon.
-  int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_ns);
+  int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_timeout_ns);
   // Counts the leading places that still hold the value that they were given for.
   int64_t still_there(const Places &places);
   int32_t wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes);
@@ -80,10 +80,10 @@ class Arena {
   template <typename Body>
   int32_t while_open(Body body);
   template <typename Body>
-  int32_t with_lock(int64_t lock_ns, Body body);
+  int32_t with_lock(int64_t lock_timeout_ns, Body body);
   template <typename Body>
-  int32_t locked(int64_t lock_ns, Body body);
-  int32_t back(Places *places, size_t first, int64_t lock_ns, bool *goes_on);
+  int32_t locked(int64_t lock_timeout_ns, Body body);
+  int32_t back(Places *places, size_t first, int64_t lock_timeout_ns, bool *can_continue);
 
   int file_;  // for locks, never mapped
   char *base_;

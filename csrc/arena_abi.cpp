@@ -59,17 +59,17 @@ void copy(char *to, const char *from, int64_t bytes) { std::memcpy(to, from, byt
 
 char *pointer(uint64_t address) { return reinterpret_cast<char *>(address); }
 
-int32_t put_batch(Arena &arena, int64_t lock_ns, uint64_t memory, const Keys &keys,
+int32_t put_batch(Arena &arena, int64_t lock_timeout_ns, uint64_t memory, const Keys &keys,
                   const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
                   int64_t *done) {
   Places places;
-  const int32_t code = arena.reserve(keys, kinds, sizes, &places, lock_ns);
+  const int32_t code = arena.reserve(keys, kinds, sizes, &places, lock_timeout_ns);
   if (code != PDS_OK) return code;
   for (size_t i = 0; i < places.size(); ++i) {
     if (places[i].slot < 0) continue;
     copy(pointer(memory + places[i].offset), pointer(addresses[i]), sizes[i]);
   }
-  const int32_t failed = arena.publish(places, done, lock_ns);
+  const int32_t failed = arena.publish(places, done, lock_timeout_ns);
   if (failed != PDS_OK) {
     arena.abandon_later(places);  // the lock was not free just now
     return failed;
@@ -114,8 +114,8 @@ extern "C" int32_t pds_arena_format(int32_t file, int64_t data_bytes, int64_t sl
 
 extern "C" int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena **arena,
                                   pds_arena_info *info) {
-  if (std::min({options->lease_ns, options->fresh_ns, options->short_lived_ns, options->rest_ns,
-                options->lock_timeout_ns}) < 0) {
+  if (std::min({options->lease_ns, options->fresh_ns, options->short_lived_ns,
+                options->orphan_timeout_ns, options->lock_timeout_ns}) < 0) {
     return PDS_ERR_ARGUMENT;
   }
   return pds::guarded(nullptr, [&] {
@@ -136,12 +136,12 @@ extern "C" int32_t pds_arena_free(pds_arena *arena) {
   return PDS_OK;
 }
 
-extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys,
-                                  int64_t num_keys, int32_t lease, int64_t spared_from,
-                                  int64_t spared_ns, uint8_t *stored) {
+extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_timeout_ns, const char *keys,
+                                  int64_t num_keys, int32_t lease, int64_t unread_from,
+                                  int64_t unread_since_ns, uint8_t *stored) {
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) {
-    return lease == 0 ? a.find(all, stored, lock_ns)
-                      : a.match(all, spared_from, spared_ns, stored, lock_ns);
+    return lease == 0 ? a.find(all, stored, lock_timeout_ns)
+                      : a.match(all, unread_from, unread_since_ns, stored, lock_timeout_ns);
   });
 }
 
@@ -178,14 +178,14 @@ extern "C" int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_val
   return arena->arena->list(next, values, room, count);
 }
 
-extern "C" int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory,
+extern "C" int32_t pds_arena_put(pds_arena *arena, int64_t lock_timeout_ns, uint64_t memory,
                                  const char *keys, const uint8_t *kinds, const uint64_t *addresses,
                                  const int64_t *sizes, int64_t num_keys, int64_t *done) {
   if (!pds::arena::are_kinds(kinds, num_keys) || !pds::arena::are_sizes(sizes, num_keys, 1)) {
     return PDS_ERR_ARGUMENT;
   }
   const auto put = [&](Arena &a, const Keys &some, int64_t i, int64_t *more) {
-    return put_batch(a, lock_ns, memory, some, kinds + i, addresses + i, sizes + i, more);
+    return put_batch(a, lock_timeout_ns, memory, some, kinds + i, addresses + i, sizes + i, more);
   };
   return in_batches(arena, keys, num_keys, done, put);
 }

@@ -201,7 +201,7 @@ class Index {
   };
   Oldest oldest(Class &sized, int64_t now);
   bool evict(Class &sized, int64_t now);
-  bool sacrifice(Class &sized, int64_t now);
+  bool evict_kept(Class &sized, int64_t now);
   uint32_t oldest_unkept(Class &sized, int64_t now);
   int64_t units_for(Kind kind, int64_t bytes) const;
   bool is_kept(const Slot &slot, int64_t now) const;

@@ -48,7 +48,7 @@ uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayEvict may_
     if (may_evict == MayEvict::kNo) return kNone;
     sweep(now);
     const bool for_marker = kind == kShortLived && sized.units == 1;
-    if (!evict(sized, now) && !(for_marker && sacrifice(sized, now))) return kNone;
+    if (!evict(sized, now) && !(for_marker && evict_kept(sized, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -158,7 +158,7 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
 
 // Frees for a marker the oldest slot of its class although it is kept; where there is none, the
 // slab of another size that was used longest ago.
-bool Index::sacrifice(Class &sized, int64_t now) {
+bool Index::evict_kept(Class &sized, int64_t now) {
   const auto is_needed = [&](const Slot &slot) {
     return slot.state == State::kStored ? slot.kind == kForever : slot.state != State::kFree;
   };
@@ -230,7 +230,7 @@ void Index::rest(Whose whose, int64_t now) {
       // P:      queues a copy into slot 3, dies            the GPU ends the copy
       // others:                                 a sweep here                    use slot 3
       // So the slot is set aside: a new value would be overwritten.
-      set_aside(id, now + times_.rest_ns);
+      set_aside(id, now + times_.orphan_timeout_ns);
     }
   }
 }

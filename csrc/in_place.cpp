@@ -86,7 +86,7 @@ int32_t submit(Engine &engine, pds::Direction direction, Batch &batch) {
 int32_t reserve(Arena &arena, Batch &batch, const uint8_t *kinds) {
   const pds_values &values = batch.values;
   const int32_t code =
-      arena.reserve(batch.keys, kinds, values.sizes, &batch.places, values.lock_ns);
+      arena.reserve(batch.keys, kinds, values.sizes, &batch.places, values.lock_timeout_ns);
   const auto num_covered = static_cast<int64_t>(batch.places.size());
   return code == PDS_OK && num_covered < values.count ? int32_t{PDS_ERR_FULL} : code;
 }
@@ -117,7 +117,7 @@ int32_t seal_and_publish(Arena &arena, Engine &engine, const Batch &batch) {
     pds::set_header(batch.value(i), batch.start(i), sum.digest());
   });
   int64_t done = 0;
-  const int32_t code = arena.publish(batch.places, &done, values.lock_ns);
+  const int32_t code = arena.publish(batch.places, &done, values.lock_timeout_ns);
   return code == PDS_OK && done < values.count ? int32_t{PDS_ERR_VALUE} : code;
 }
 
@@ -150,16 +150,16 @@ int32_t fill(Arena &arena, Engine &engine, std::vector<Batch> &batches, const ui
   }
   for (size_t i = *done; i < batches.size(); ++i) {
     const Batch &left = batches[i];
-    if (!left.places.empty()) arena.abandon(left.places, left.values.lock_ns);
+    if (!left.places.empty()) arena.abandon(left.places, left.values.lock_timeout_ns);
   }
   return code;
 }
 
 // Keeps the headers of the values that the device sums after their copies.
-int32_t await_sums(const Batch &batch, std::vector<pds::Awaited> *awaited) {
+int32_t expect_sums(const Batch &batch, std::vector<pds::PendingSum> *pending_sums) {
   for (const int64_t i : batch.summed) {
-    awaited->push_back({i, batch.payload_bytes(i), {}});
-    char *header = awaited->back().header.data();
+    pending_sums->push_back({i, batch.payload_bytes(i), {}});
+    char *header = pending_sums->back().header.data();
     std::memcpy(header, batch.value(i), kHeaderBytes);
     if (std::memcmp(header, batch.start(i), kSummedOfHeader) != 0) return PDS_ERR_VALUE;
   }
@@ -167,13 +167,13 @@ int32_t await_sums(const Batch &batch, std::vector<pds::Awaited> *awaited) {
 }
 
 int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
-                      std::vector<pds::Awaited> *awaited) {
+                      std::vector<pds::PendingSum> *pending_sums) {
   const pds_values &values = batch.values;
-  int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_ns);
+  int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_timeout_ns);
   if (code != PDS_OK) return code;
   if (static_cast<int64_t>(batch.places.size()) < values.count) return PDS_ERR_VALUE;
   choose_summed(engine.layout(), batch);
-  code = await_sums(batch, awaited);
+  code = expect_sums(batch, pending_sums);
   if (code != PDS_OK) return code;
   std::vector<int64_t> others;
   for (int64_t i = 0; i < values.count; ++i) {
@@ -195,7 +195,7 @@ int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
 int64_t num_right(const pds_ticket &ticket) {
   const std::vector<uint64_t> &digests = ticket.ticket->digests();
   int64_t at = 0;
-  for (const pds::Awaited &value : ticket.awaited) {
+  for (const pds::PendingSum &value : ticket.pending_sums) {
     const int64_t end = at + pds::num_chunks_of(value.payload_bytes);
     if (end > static_cast<int64_t>(digests.size())) return value.number;
     pds::Sum sum;
@@ -249,7 +249,7 @@ extern "C" int32_t pds_arena_take(pds_arena *arena, pds_engine *engine, const pd
   return with_batches(values, 1, error, [&](std::vector<Batch> &batches) {
     auto made = std::make_unique<pds_ticket>();
     Batch &batch = batches.front();
-    const int32_t code = start_scatter(*arena->arena, *engine, batch, &made->awaited);
+    const int32_t code = start_scatter(*arena->arena, *engine, batch, &made->pending_sums);
     if (code == PDS_OK) {
       made->places = std::move(batch.places);
       made->ticket = std::move(batch.ticket);

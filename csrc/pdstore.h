@@ -166,11 +166,11 @@ int32_t pds_lease_files(const char *paths, int64_t num_files, int64_t used_ns, i
 // data_at on, data_bytes of memory for values. Keys are one text, a zero byte after each.
 typedef struct pds_arena pds_arena;
 typedef struct {
-  int64_t lease_ns;         // of the lease that a find gives
-  int64_t fresh_ns;         // nobody evicts a value so soon after its publication or a read's begin
-  int64_t short_lived_ns;   // the life of a PDS_SHORT_LIVED value after its last use
-  int64_t rest_ns;          // how long a dead process's device may write to its slots
-  int64_t lock_timeout_ns;  // calls that wait longer fail with PDS_ERR_TIMEOUT
+  int64_t lease_ns;        // of the lease that a find gives
+  int64_t fresh_ns;        // nobody evicts a value so soon after its publication or a read's begin
+  int64_t short_lived_ns;  // the life of a PDS_SHORT_LIVED value after its last use
+  int64_t orphan_timeout_ns;  // how long a dead process's device may write to its slots
+  int64_t lock_timeout_ns;    // calls that wait longer fail with PDS_ERR_TIMEOUT
 } pds_arena_options;
 typedef struct {
   int64_t data_at, data_bytes, slab_bytes;  // no value lies in two slabs
@@ -193,14 +193,15 @@ int32_t pds_arena_open(int32_t file, const pds_arena_options *options, pds_arena
 // fork must close its parent's arenas, which stay open for the parent.
 int32_t pds_arena_close(pds_arena *arena);
 int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
-// lock_ns: how long a call waits for the lock; negative: for as long as the options say. A call
-// that did not get it has done nothing.
-// stored[i]: whether the i-th key is stored. lease: if not 0, the leading stored keys get a lease
-// and count as used, and keys after the first missing one are not looked for. But of the keys from
-// `spared_from` on, a value gets no lease that was published or leased last at `spared_ns` of the
-// monotonic clock or later, and was read since.
-int32_t pds_arena_find(pds_arena *arena, int64_t lock_ns, const char *keys, int64_t num_keys,
-                       int32_t lease, int64_t spared_from, int64_t spared_ns, uint8_t *stored);
+// lock_timeout_ns: how long a call waits for the lock; negative: for as long as the options say. A
+// call that did not get it has done nothing. stored[i]: whether the i-th key is stored. lease: if
+// not 0, the leading stored keys get a lease and count as used, and keys after the first missing
+// one are not looked for. But of the keys from `unread_from` on, a value gets no lease that was
+// published or leased last at `unread_since_ns` of the monotonic clock or later, and was read
+// since.
+int32_t pds_arena_find(pds_arena *arena, int64_t lock_timeout_ns, const char *keys,
+                       int64_t num_keys, int32_t lease, int64_t unread_from,
+                       int64_t unread_since_ns, uint8_t *stored);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);
@@ -217,7 +218,7 @@ int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values,
                        int64_t *count);
 
 // Copies values in and out; `memory`: where the values are mapped. `done`: how many leading ones.
-int32_t pds_arena_put(pds_arena *arena, int64_t lock_ns, uint64_t memory, const char *keys,
+int32_t pds_arena_put(pds_arena *arena, int64_t lock_timeout_ns, uint64_t memory, const char *keys,
                       const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
                       int64_t num_keys, int64_t *done);
 int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
@@ -230,7 +231,7 @@ typedef struct {
   const char *keys, *starts;  // starts: 56 bytes each, a header without its sum
   const int64_t *sizes, *ids;
   const pds_item *items;  // the library sets their payloads
-  int64_t count, num_ids, lock_ns;
+  int64_t count, num_ids, lock_timeout_ns;
   uint64_t memory, ready;  // memory: where the values' memory is mapped
 } pds_values;
 // Gathers, seals and publishes what is not stored, batch by batch; `done`: how many batches, also

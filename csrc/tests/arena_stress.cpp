@@ -87,8 +87,8 @@ struct Batch {
 void put(View &view, Batch &batch) {
   int64_t done;
   batch.fill();
-  const int64_t lock_ns = batch.count() % 2 != 0 ? -1 : 5'000;  // some give up
-  pds_arena_put(view.arena, lock_ns, view.address(), batch.keys.data(), batch.kinds.data(),
+  const int64_t lock_timeout_ns = batch.count() % 2 != 0 ? -1 : 5'000;  // some give up
+  pds_arena_put(view.arena, lock_timeout_ns, view.address(), batch.keys.data(), batch.kinds.data(),
                 batch.addresses().data(), batch.sizes.data(), batch.count(), &done);
 }
 

@@ -65,7 +65,7 @@ struct Values {
     pds_values values{};
     values.keys = keys.data(), values.starts = starts.data(), values.sizes = sizes.data();
     values.ids = ids.data(), values.items = items.data(), values.count = count();
-    values.num_ids = static_cast<int64_t>(ids.size()), values.lock_ns = -1;
+    values.num_ids = static_cast<int64_t>(ids.size()), values.lock_timeout_ns = -1;
     values.memory = view.address();
     return values;
   }

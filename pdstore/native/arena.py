@@ -82,7 +82,7 @@ class ValueBatch(NamedTuple):
             num_ids=len(self.block_ids) // 8,
             memory=memory,
             ready=self.ready,
-            lock_ns=_BATCH_TIMEOUT_NS,
+            lock_timeout_ns=_BATCH_TIMEOUT_NS,
         )
 
 

@@ -79,7 +79,8 @@ Info = _struct("Info", "abi:i32 has_cuda:i32 num_devices:i32")
 Plan = _struct("Plan", "path:i32 num_pieces:i32 piece_bytes:i64 block_bytes:i64 why:104")
 
 ArenaOptions = _struct(
-    "ArenaOptions", "lease_ns:i64 fresh_ns:i64 short_lived_ns:i64 rest_ns:i64 lock_timeout_ns:i64"
+    "ArenaOptions",
+    "lease_ns:i64 fresh_ns:i64 short_lived_ns:i64 orphan_timeout_ns:i64 lock_timeout_ns:i64",
 )
 ArenaInfo = _struct("ArenaInfo", "data_at:i64 data_bytes:i64 slab_bytes:i64")
 ArenaValue = _struct("ArenaValue", "bytes:i64 age_ns:i64 key:208")
@@ -87,8 +88,8 @@ SlotCounts = _struct("SlotCounts", "stored:i64 reserved:i64 resting:i64 free:i64
 
 Values = _struct(
     "Values",
-    "keys:bytes starts:bytes sizes:bytes ids:bytes items:bytes count:i64 num_ids:i64 lock_ns:i64"
-    " memory:u64 ready:u64",
+    "keys:bytes starts:bytes sizes:bytes ids:bytes items:bytes count:i64 num_ids:i64"
+    " lock_timeout_ns:i64 memory:u64 ready:u64",
 )
 
 _P = c_void_p

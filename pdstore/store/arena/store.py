@@ -28,7 +28,7 @@ from pdstore.store.url import Place, Reach, StoreURL
 
 log = logging.getLogger(__name__)
 
-REST_S = 5.0
+ORPHAN_TIMEOUT_S = 5.0
 """Seconds for which the reserved slots of a dead process stay unused: its GPU may still write."""
 LOCK_TIMEOUT_S = 5.0
 DEFAULT_LEASE_S = 10.0
@@ -63,7 +63,7 @@ class ArenaStore(Store):
     size: bytes for values. None accepts an existing arena of any size; a new arena then has 20 GiB,
       or half of the free space if that is less.
     slab_bytes: the largest size of a value. None: 64 MiB, less in arenas below 1 GiB.
-    rest_s: seconds for which the reserved slots of a dead process stay unused.
+    orphan_timeout_s: seconds for which the reserved slots of a dead process stay unused.
 
     The constructor opens or makes the file. Raises ConfigError, StoreDenied or StoreUnavailable.
     """
@@ -79,14 +79,14 @@ class ArenaStore(Store):
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
         fresh_s: float = FRESH_S,
-        rest_s: float = REST_S,
+        orphan_timeout_s: float = ORPHAN_TIMEOUT_S,
         lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         self.label = f"shm://{name}"
         self.path = path_of(directory, name)
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
-        times = lease_s, fresh_s, handoff_ttl_s, rest_s, lock_timeout_s
+        times = lease_s, fresh_s, handoff_ttl_s, orphan_timeout_s, lock_timeout_s
         fd = open_arena_file(self.path, library, size, slab_bytes)
         self._file = os.fstat(fd)
         try:

@@ -36,7 +36,7 @@ def open_store(directory: Path, **options: float) -> ArenaStore:
         directory=directory,
         size=2 << 20,
         slab_bytes=256 << 10,
-        **{"lease_s": 0.001, "fresh_s": 0.0, "rest_s": 0.01, **options},
+        **{"lease_s": 0.001, "fresh_s": 0.0, "orphan_timeout_s": 0.01, **options},
     )
 
 
