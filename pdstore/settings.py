@@ -215,23 +215,23 @@ def setting_warnings(settings: Settings, longest_prompt: int | None) -> Iterator
     longest_prompt: tokens of the longest prompt that the engine takes; None if not known.
     """
     if settings.role == "decode" and settings.load == "never":
-        said = "PDSTORE_LOAD=never on a decode instance: it computes each prompt that P has saved"
-        yield said, "set PDSTORE_LOAD=always on D, or leave it unset"
+        text = "PDSTORE_LOAD=never on a decode instance: it computes each prompt that P has saved"
+        yield text, "set PDSTORE_LOAD=always on D, or leave it unset"
     if settings.role == "prefill" and not settings.publish:
-        said = "PDSTORE_PUBLISH=0 on a prefill instance: it saves nothing that D could load"
-        yield said, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
+        text = "PDSTORE_PUBLISH=0 on a prefill instance: it saves nothing that D could load"
+        yield text, "set PDSTORE_PUBLISH=1 on P, or leave it unset"
     if settings.block_ttl_s < min(_SHORT_TTL_S, settings.handoff_ttl_s):
-        said = f"PDSTORE_BLOCK_TTL_S={settings.block_ttl_s}: where a store keeps a clock (redis),"
-        said += " blocks may expire before D loads them"
-        yield said, "set more than the longest time until D comes, or leave it unset (1800)"
+        text = f"PDSTORE_BLOCK_TTL_S={settings.block_ttl_s}: where a store keeps a clock (redis),"
+        text += " blocks may expire before D loads them"
+        yield text, "set more than the longest time until D comes, or leave it unset (1800)"
     if settings.block_tokens > (longest_prompt or _LARGE_BLOCK):
         why = f"no prompt has over {longest_prompt}" if longest_prompt else "most prompts have less"
-        said = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"
-        yield f"{said} block share nothing", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
+        text = f"PDSTORE_BLOCK_TOKENS={settings.block_tokens}, and {why}: prompts that fill no"
+        yield f"{text} block share nothing", "set PDSTORE_BLOCK_TOKENS=64, the same for P and D"
     for field, (usual, most) in _TIMES.items():
         if (value := getattr(settings, field)) > most:
-            said = f"{variable_of(field)}={value:g} is {_in_words(value)}: it is in seconds"
-            yield said, f"if milliseconds were meant, write {value / 1000:g}; usual is {usual}"
+            text = f"{variable_of(field)}={value:g} is {_in_words(value)}: it is in seconds"
+            yield text, f"if milliseconds were meant, write {value / 1000:g}; usual is {usual}"
 
 
 _TIMES = {
@@ -290,7 +290,7 @@ def read_settings(**overrides: object) -> Settings:
     try:
         return Settings(**{k: v for k, v in overrides.items() if v != ""})  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(_told(e) for e in error.errors())
+        problems = "; ".join(_problem_of(e) for e in error.errors())
         raise ConfigError(f"bad setting: {problems}") from error
 
 
@@ -331,20 +331,20 @@ _REMEDIES = {
 """Instructions that replace those messages of pydantic that do not say what to write."""
 
 
-def _told(problem: ErrorDetails) -> str:
+def _problem_of(problem: ErrorDetails) -> str:
     """Returns a variable, its value if that can hold no secret, and what to write instead."""
     field = str(problem["loc"][0]) if problem["loc"] else "settings"
-    told = variable_of(field) if field in Settings.model_fields else field
+    shown = variable_of(field) if field in Settings.model_fields else field
     if problem["type"] == "extra_forbidden":
         fields = {variable_of(one): one for one in Settings.model_fields}
         near = meant_by(field.upper(), fields.keys()) or meant_by(
             PREFIX + field.upper(), fields.keys()
         )
         hint = f'; write "{fields[near]}"' if near else ", see docs/settings.md"
-        return f"{told}: there is no such setting{hint}"
+        return f"{shown}: there is no such setting{hint}"
     value = problem["input"]
     is_public = problem["loc"] and field not in ("salt", "store", "weights")
     if is_public and isinstance(value, str) and "://" not in value:
-        told += f"={value}"
-    said = problem["msg"].removeprefix("Value error, ")
-    return f"{told}: {_REMEDIES.get(problem['type'], said)}"
+        shown += f"={value}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{shown}: {_REMEDIES.get(problem['type'], message)}"

@@ -135,10 +135,10 @@ def answer_of(findings: Sequence[Finding]) -> Answer:
     rows: list[list[RenderableType]] = []
     for finding in findings:
         mark, style = _MARKS[finding.level]
-        said = Text(finding.said)
+        message = Text(finding.said)
         if finding.remedy:
-            said.append(f"\n→ {finding.remedy}", style="bold")
-        rows.append([Text(mark, style=style), Text(finding.subject, style=style), said])
+            message.append(f"\n→ {finding.remedy}", style="bold")
+        rows.append([Text(mark, style=style), Text(finding.subject, style=style), message])
     counts = {level: sum(f.level is level for f in findings) for level in Level}
     summary = f"{counts[Level.BAD]} wrong, {counts[Level.WARN]} to improve"
     document: list[Json] = [

@@ -134,15 +134,15 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
         if isinstance(error.__cause__, StoreFull):
             return bad("room", f"32 MiB do not fit: {error.why}", error.remedy or _MORE)
         if error.step == "find":
-            said = f"values were lost at once: {error.why}"
-            return bad("room", said, "give the store more memory: it evicts what was just put")
+            message = f"values were lost at once: {error.why}"
+            return bad("room", message, "give the store more memory: it evicts what was just put")
         remedy = error.remedy or _remedy_of(error.__cause__)
         return bad(f"speed: {error.step}", error.why, remedy)
     seconds = tried.seconds
     rates = [tried.num_bytes / seconds[step] for step in ("save", "load")]
-    said = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
-    said += f" {duration(seconds['find'])}, save {rates[0] / 1e9:.2g} GB/s,"
-    return ok("speed", f"{said} load {rates[1] / 1e9:.2g} GB/s")
+    message = f"KV of {tried_shape.name}, {size(tried.num_bytes)}: every byte is right; find"
+    message += f" {duration(seconds['find'])}, save {rates[0] / 1e9:.2g} GB/s,"
+    return ok("speed", f"{message} load {rates[1] / 1e9:.2g} GB/s")
 
 
 def _remedy_of(cause: BaseException | None) -> str:
@@ -241,13 +241,13 @@ def check_room(store: Store, kv_bytes: int | None) -> Iterator[Finding]:
             why = _EVICTS_ID if policy == "allkeys-lru" else _EVICTS
             yield warn("eviction", f"{policy} {why}", "set maxmemory-policy volatile-lru")
     if room.capacity_bytes and "noeviction" in room.policy.split(", "):
-        said = "noeviction: once the server is full, saves are refused until blocks expire"
-        yield info("when full", said, _LET_EVICT)
+        message = "noeviction: once the server is full, saves are refused until blocks expire"
+        yield info("when full", message, _LET_EVICT)
     if room.num_evicted and room.capacity_bytes:
         yield info("evicted", f"{room.num_evicted:,} values since the server's start")
     if room.num_connections is not None and room.num_connections < _CONNECTIONS:
-        said = f"{room.num_connections} more are possible; P and D open up to {_CONNECTIONS}"
-        yield warn("connections", said, "raise the server's maxclients")
+        message = f"{room.num_connections} more are possible; P and D open up to {_CONNECTIONS}"
+        yield warn("connections", message, "raise the server's maxclients")
 
 
 def _room(room: Room, kv_bytes: int | None) -> Finding:
@@ -259,15 +259,15 @@ def _room(room: Room, kv_bytes: int | None) -> Finding:
         )
     whose, kv_bytes = ("", kv_bytes) if kv_bytes else (" of an 8B model", _8B.kv_bytes())
     tokens = room.capacity_bytes // kv_bytes
-    said = f"{size(room.capacity_bytes)}, KV of {tokens:,} tokens{whose}"
-    said += f" ({size(kv_bytes)} each)"
+    message = f"{size(room.capacity_bytes)}, KV of {tokens:,} tokens{whose}"
+    message += f" ({size(kv_bytes)} each)"
     if tokens < _SHORT_PROMPT:
         return bad(
             "room",
-            f"{said}: less than one prompt of {_SHORT_PROMPT:,}",
+            f"{message}: less than one prompt of {_SHORT_PROMPT:,}",
             f"give it {size(64 * _SHORT_PROMPT * kv_bytes)} or more; docs/sizing.md computes it",
         )
-    return ok("room", f"{said}; {size(room.used_bytes)} used")
+    return ok("room", f"{message}; {size(room.used_bytes)} used")
 
 
 def _check_contents(store: Store) -> Iterator[Finding]:

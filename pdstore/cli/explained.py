@@ -188,9 +188,9 @@ def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:
     header = None
     with contextlib.suppress(BadValue):
         header = pool.read(use.sample.key) if use.sample else None
-    told = header.num_tokens if header else 0  # a value in a pool may say 0
+    num_told = header.num_tokens if header else 0  # a value in a pool may say 0
     parts = tuple(sorted(use.parts))
-    block_tokens = told or pool.settings.block_tokens
+    block_tokens = num_told or pool.settings.block_tokens
     namespace = Namespace({}, parts, block_tokens, digest=bytes.fromhex(use.hex))
     return PromptKeys(namespace, cache_salt=cache_salt.encode())
 

@@ -198,15 +198,15 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
     found = _tmpfs_of(path, mounts)
     if found is None:
         if is_arena:
-            said = f"{path.parent} is no tmpfs: it is not known if it has huge pages"
-            yield info("huge pages", said)
+            message = f"{path.parent} is no tmpfs: it is not known if it has huge pages"
+            yield info("huge pages", message)
         return
     point, is_huge = found
     if is_huge:
         yield ok("huge pages", f"the tmpfs at {point} gives huge pages")
         return
-    said = f"the tmpfs at {point} gives no huge pages: {cost}"
-    yield warn("huge pages", said, remedy) if num_gpus else info("huge pages", said)
+    message = f"the tmpfs at {point} gives no huge pages: {cost}"
+    yield warn("huge pages", message, remedy) if num_gpus else info("huge pages", message)
 
 
 def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:

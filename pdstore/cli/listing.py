@@ -256,19 +256,19 @@ def inspect(url: str | None, text: str) -> Answer:
     with open_pool(url) as pool:
         listed = _value_of(pool, text)
         key = listed.key if listed else BlockKey(text)
-        said = StoredKey.parsed(key)
-        if said is None:
+        stored = StoredKey.parsed(key)
+        if stored is None:
             raise ConfigError(
                 f"{text!r} is in no key of pdstore's in {pool.store.label}: `pdstore ls` shows them"
             )
         header = None
         try:
             header = pool.read(key)
-            verdict = _verdict(said, header)
+            verdict = _verdict(stored, header)
         except BadValue as error:
             why = _UNREADABLE.get(reason_of(error), f"damaged: {error}")
             verdict = f"{why}, and nobody will use it"
-    facts: dict[str, Json] = {"key": key, "kind": said.kind.value, "verdict": verdict}
+    facts: dict[str, Json] = {"key": key, "kind": stored.kind.value, "verdict": verdict}
     if listed is not None:
         facts |= {"bytes": listed.num_bytes, "age_s": listed.age_s}
     for name, value in header._asdict().items() if header else ():
@@ -289,13 +289,13 @@ def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
     return next(iter(exact or meant), None)
 
 
-def _verdict(said: StoredKey, header: Header | None) -> str:
+def _verdict(stored: StoredKey, header: Header | None) -> str:
     if header is None:
         return "missing"
-    tokens = header.num_tokens if said.num_tokens is None else said.num_tokens
-    same = said.kind is Kind.POOL or (
-        (header.namespace.hex(), header.prefix_hash.hex()) == (said.namespace, said.name)
-        and (header.group, header.shard, header.num_tokens) == (said.group, said.shard, tokens)
+    tokens = header.num_tokens if stored.num_tokens is None else stored.num_tokens
+    same = stored.kind is Kind.POOL or (
+        (header.namespace.hex(), header.prefix_hash.hex()) == (stored.namespace, stored.name)
+        and (header.group, header.shard, header.num_tokens) == (stored.group, stored.shard, tokens)
     )
     return "right" if same else "foreign: whole, but of another key, and nobody will use it"
 

@@ -119,21 +119,21 @@ def _silence(url: str, error: Exception) -> Finding:
     is_away = isinstance(error, ConnectionError | TimeoutError | urllib.error.URLError)
     if is_away and not isinstance(error, urllib.error.HTTPError):
         why = getattr(error, "reason", error)  # an URLError's own text is `<urlopen error ...>`
-        said = str(getattr(why, "strerror", None) or why)
-        return bad(f"peer {url}", f"no answer: {said}", _way_to(url, said))
+        message = str(getattr(why, "strerror", None) or why)
+        return bad(f"peer {url}", f"no answer: {message}", _way_to(url, message))
     return bad(
         f"peer {url}", f"neither {_PATH} nor /metrics there tells of pdstore: {error}", _NO_PDSTORE
     )
 
 
-def _way_to(url: str, said: str) -> str:
+def _way_to(url: str, error: str) -> str:
     """Returns what to do where the way to an instance fails, by the words of the error."""
     scheme, _, place = url.partition("://")
-    if "WRONG_VERSION_NUMBER" in said:
+    if "WRONG_VERSION_NUMBER" in error:
         return f"it speaks http: write http://{place}"
-    if "CERTIFICATE_VERIFY_FAILED" in said:
+    if "CERTIFICATE_VERIFY_FAILED" in error:
         return "name the authority of its certificate: SSL_CERT_FILE=/path/ca.pem"
-    if scheme == "http" and "closed connection" in said:  # http.client's words
+    if scheme == "http" and "closed connection" in error:  # http.client's words
         return f"if it speaks TLS, write https://{place}"
     if (urlsplit(url).hostname or "") in _OWN_NAMES:
         return "start it (PDSTORE_STATUS_PORT opens such a port), or name the URL of its API"
@@ -191,8 +191,8 @@ def _ask_again(peer: Peer, timeout_s: float) -> Iterator[Finding]:
         if not isinstance(again, Peer):
             return
         if peer.role and again.role and again.role != peer.role:
-            said = f"it leads to an instance of role {peer.role}, and then to one of role"
-            yield bad(f"peer {peer.url}", f"{said} {again.role}", _ONE_ROLE)
+            message = f"it leads to an instance of role {peer.role}, and then to one of role"
+            yield bad(f"peer {peer.url}", f"{message} {again.role}", _ONE_ROLE)
             return
 
 
@@ -222,9 +222,9 @@ def _compare_digests(first: Peer, other: Peer) -> Finding:
     if first.digest == other.digest:
         return ok("namespace", f"{first.url} and {other.url} have the same namespace")
     if first.format and other.format and first.format != other.format:
-        said = f"{first.format} at {first.url}, {other.format} at {other.url}"
+        message = f"{first.format} at {first.url}, {other.format} at {other.url}"
         return bad(
-            "namespace: format", said, f"{_VERSIONS}: until then neither finds the other's KV"
+            "namespace: format", message, f"{_VERSIONS}: until then neither finds the other's KV"
         )
     return bad(
         "namespace",
@@ -241,8 +241,8 @@ def _compare_pools(first: Peer, other: Peer) -> Iterator[Finding]:
     if first.pool == other.pool:
         yield ok("pool", f"{first.url} and {other.url} use the same pool")
         if first.lease_s and other.lease_s and first.lease_s != other.lease_s:
-            said = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
-            yield warn("lease", said, _LEASE)
+            message = f"{first.lease_s:g} s at {first.url}, {other.lease_s:g} s at {other.url}"
+            yield warn("lease", message, _LEASE)
         return
     two = [f"{peer.pool[:8]} ({peer.store}) at {peer.url}" for peer in (first, other) if peer.pool]
     remedy = "give both the same PDSTORE_STORE"

@@ -132,16 +132,16 @@ class Handoff:
 
         Raises ValueError with the field's name for a malformed hand-off: clients may send anything.
         """
-        said = (params or {}).get(_NAME)
-        if said is None:
+        given = (params or {}).get(_NAME)
+        if given is None:
             return None
-        if not isinstance(said, Mapping):
+        if not isinstance(given, Mapping):
             raise ValueError(f"kv_transfer_params.{_NAME} must be an object")
-        if said.get(_ID) is None:
+        if given.get(_ID) is None:
             raise ValueError(f"kv_transfer_params.{_NAME}.{_ID} is missing")
 
         def checked(name: str, rule: Callable[[Any], bool], must_be: str) -> Any:  # noqa: ANN401
-            value = said.get(name)
+            value = given.get(name)
             if value is not None and not rule(value):
                 raise ValueError(f"kv_transfer_params.{_NAME}.{name} must be {must_be}")
             return value
@@ -174,7 +174,7 @@ class Handoff:
 
     def params(self) -> dict[str, Json]:
         """Returns `kv_transfer_params` that hold this hand-off."""
-        said: dict[str, Json] = {
+        params: dict[str, Json] = {
             _ID: self.id.hex,
             "instance": self.id.instance,
             "num_tokens": self.num_tokens,
@@ -186,7 +186,7 @@ class Handoff:
             "weights_files": self.weights_files,
             "weights_update": self.weights_update,
         }
-        return {_NAME: {name: value for name, value in said.items() if value is not None}}
+        return {_NAME: {name: value for name, value in params.items() if value is not None}}
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,11 @@ def decode_body(body: Json, params: Json | None, prompt_ids: list[int] | None = 
 def message_of(raw: bytes) -> str:
     """Returns what an engine's error says, in short; an empty text for a body of another form."""
     try:
-        said = parse(raw)
+        parsed = parse(raw)
     except ValueError:
         return ""
-    error = said.get("error")
-    message = error.get("message") if isinstance(error, dict) else said.get("message")
+    error = parsed.get("error")
+    message = error.get("message") if isinstance(error, dict) else parsed.get("message")
     return plain(message, _MESSAGE_CHARS) if isinstance(message, str) else ""
 
 

@@ -189,8 +189,8 @@ class Calls:
         """Notes D's answer, of whose body `first` has come, as `note_answer` does."""
         media_type = answer.headers.get("content-type", "application/json")
         url = str(answer.url).removesuffix(asked.path)
-        told = WholeAnswer(answer.status_code, first, media_type)
-        self.note_answer(asked, "decode", url, told)
+        whole = WholeAnswer(answer.status_code, first, media_type)
+        self.note_answer(asked, "decode", url, whole)
 
     def note_answer(self, asked: Asked, role: Role, url: str, answer: WholeAnswer) -> None:
         """Logs an answer that is no success, and counts it unless it is the client's fault.
@@ -200,12 +200,12 @@ class Calls:
         if answer.is_success:
             return
         status = answer.status
-        said = message_of(answer.content)
-        words = f"{said and ': '}{said}"
+        message = message_of(answer.content)
+        words = f"{message and ': '}{message}"
         if _is_at_fault(status):
             self.counts.failures.labels(role, "status").inc()
             words += _hint_of(answer)
-        elif status in (400, 404) and _STATUS_PAGE not in said:
+        elif status in (400, 404) and _STATUS_PAGE not in message:
             words += _UNEQUAL.format("D" if role == "prefill" else "P")
         line = "%s: %s %s: HTTP %d%s"
         self.tell((url, status), line, asked.request_id, role, url, status, words)
@@ -232,8 +232,8 @@ class Calls:
             upstream.went_down()
         reason = reason_of(error)
         self.counts.failures.labels(upstream.role, reason).inc()
-        said = (asked.request_id, upstream.role, upstream.url, error, upstream.way_to(str(error)))
-        self.tell((upstream.url, reason), "%s: %s %s: %r%s", *said)
+        facts = (asked.request_id, upstream.role, upstream.url, error, upstream.way_to(str(error)))
+        self.tell((upstream.url, reason), "%s: %s %s: %r%s", *facts)
 
 
 def reason_of(error: httpx.TransportError) -> str:

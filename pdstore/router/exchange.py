@@ -214,5 +214,5 @@ class ConcurrentExchange(Exchange):
 
 def _last_save_failed(params: Json) -> bool:
     """Returns whether P says that its last save fell short."""
-    said = params.get("pdstore")
-    return isinstance(said, dict) and said.get("last_save") is not None
+    fields = params.get("pdstore")
+    return isinstance(fields, dict) and fields.get("last_save") is not None

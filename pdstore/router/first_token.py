@@ -282,9 +282,9 @@ class FirstChatToken(FirstToken):
         return part | {"delta": {name: message[name] for name in _OF_A_MESSAGE}}
 
     def _with_text(self, choice: Part) -> Part:
-        said = choice["message"]
-        text = self._choice["message"]["content"] + (said.get("content") or "")
-        return choice | {"message": said | {"content": text}}
+        message = choice["message"]
+        text = self._choice["message"]["content"] + (message.get("content") or "")
+        return choice | {"message": message | {"content": text}}
 
     def _behind(self, choice: Part, prompt: list[int] | None) -> Part:
         choice = self._asked_for(choice)

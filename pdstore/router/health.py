@@ -36,10 +36,10 @@ class Health:
             words = message_of(answer.content)
             return cls(error=f"HTTP {answer.status}{words and ': '}{words}")
         try:
-            said = parse(answer.content)
+            body = parse(answer.content)
         except ValueError:
             return cls()
-        return cls(problem=str(said.get("reason")) if said.get("status") == "degraded" else None)
+        return cls(problem=str(body.get("reason")) if body.get("status") == "degraded" else None)
 
     def as_json(self) -> dict[str, object]:
         """Returns the state as the router's own /health shows it."""

@@ -37,12 +37,12 @@ class Upstream:
         """Notes that it could not be reached: for a while the others are asked first."""
         self.down_until = time.monotonic() + _RETRY_INTERVAL_S
 
-    def way_to(self, said: str) -> str:
+    def way_to(self, error: str) -> str:
         """Returns what to do where a connection fails, by the error's words; "" if nothing fits."""
         scheme, _, place = self.url.partition("://")
-        if scheme == "https" and "WRONG_VERSION_NUMBER" in said:
+        if scheme == "https" and "WRONG_VERSION_NUMBER" in error:
             return f": it speaks http: write http://{place}"
-        is_refused = "connection attempts failed" in said or "Connection refused" in said
+        is_refused = "connection attempts failed" in error or "Connection refused" in error
         if is_refused and urlsplit(self.url).hostname not in _OWN_NAMES:
             return ": see that it runs, and that it listens on this address (--host 0.0.0.0)"
         return ""

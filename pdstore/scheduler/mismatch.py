@@ -301,8 +301,8 @@ class Mismatches:
             self._pool_thread.wake()  # the store is asked on that thread
         elif handoff is None and self._settings.role == "decode" and not found.num_tokens:
             duty = self._router_duty
-            said = _NOTHING.format(_RELAY) if duty is None else _NOTHING_ELSEWHERE.format(duty)
-            self._log.warn(said)
+            message = _NOTHING.format(_RELAY) if duty is None else _NOTHING_ELSEWHERE.format(duty)
+            self._log.warn(message)
 
     def _is_owed_handoffs(self) -> bool:
         """Returns whether requests should have hand-offs, and none has had one for an hour."""

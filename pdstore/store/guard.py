@@ -198,8 +198,8 @@ class GuardedStore(HookedStore):
                 self._wake_prober()
         count = self._in_a_row
         what = f"failed {count} times in a row" if count > 1 else "did not answer in time"
-        said = f"{self.label} {what}; it is tried every {self._open_s:g} s"
-        raise self._refusal(said, remedy=self._remedy)
+        message = f"{self.label} {what}; it is tried every {self._open_s:g} s"
+        raise self._refusal(message, remedy=self._remedy)
 
     def _keep_error(self, error: StoreError, took_s: float) -> None:
         is_lasting = isinstance(error, StoreTimeout | StoreDenied)

@@ -204,10 +204,12 @@ class Spans:
 
 def _attributes(record: RequestRecord) -> dict[str, str | int]:
     numbers = ("num_tokens", "num_matched", "num_loaded", "num_computed", "num_saved")
-    said = {"request_id": record.request_id, "handoff": record.handoff, "role": record.role}
-    said["reason"] = record.reason.value if record.reason else None
+    attributes = {"request_id": record.request_id, "handoff": record.handoff, "role": record.role}
+    attributes["reason"] = record.reason.value if record.reason else None
     found: dict[str, str | int] = {f"pdstore.{name}": getattr(record, name) for name in numbers}
-    return found | {f"pdstore.{name}": text for name, text in said.items() if text is not None}
+    return found | {
+        f"pdstore.{name}": text for name, text in attributes.items() if text is not None
+    }
 
 
 def _instant(record: RequestRecord, seconds: float) -> int:

@@ -221,20 +221,20 @@ def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
         mine: Layers | str = own()
     except LayoutError as error:
         mine = str(error)
-    told: list[Layers | str] = [""] * ranks.world_size
-    torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
-    return joined(told, ranks.rank_in_group)
+    gathered: list[Layers | str] = [""] * ranks.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=ranks.cpu_group)
+    return joined(gathered, ranks.rank_in_group)
 
 
-def joined(told: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
+def joined(gathered: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
     """Returns the layers of all stages, in the order that they would have on a single rank.
 
-    told: for each stage, its layers sorted by block table, or why it is not supported.
+    gathered: for each stage, its layers sorted by block table, or why it is not supported.
     stage: the stage of this rank.
     Raises LayoutError for the first stage that is not supported.
     """
     layers: list[tuple[str, LayerSpec, int]] = []
-    for number, each in enumerate(told):
+    for number, each in enumerate(gathered):
         if isinstance(each, str):
             raise LayoutError(f"pipeline stage {number}: {each}")
         layers += [(name, spec, number) for name, spec in each.items()]

@@ -53,11 +53,11 @@ def _register() -> None:
     if not first <= version <= last:
         settings = read_engine_settings()
         least, this, most = (".".join(map(str, each)) for each in (first, version, last))
-        said = f"pdstore supports vLLM {least} to {most}; this is {this}"
+        message = f"pdstore supports vLLM {least} to {most}; this is {this}"
         if settings.require_store:
-            raise ConfigError(f"{said}: install such a vLLM, or set PDSTORE_REQUIRE_STORE=0")
-        say = log.warning if settings.pd_transfer_via_storage else log.debug
-        say("%s: pdstore stays off", said)
+            raise ConfigError(f"{message}: install such a vLLM, or set PDSTORE_REQUIRE_STORE=0")
+        level = logging.WARNING if settings.pd_transfer_via_storage else logging.DEBUG
+        log.log(level, "%s: pdstore stays off", message)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs

@@ -240,7 +240,7 @@ class KnownWeights:
     question: int = 0
 
     def __post_init__(self) -> None:
-        self._told: dict[int, RankWeights] = {}
+        self._reports: dict[int, RankWeights] = {}
         self._num_steps = 0
         self._first_step: int | None = None  # the first that computed KV since the last reset
 
@@ -258,24 +258,24 @@ class KnownWeights:
             self.is_cache_stale = False
             self._first_step = None
 
-    def hear(self, told: Mapping[int, RankWeights]) -> bool:
+    def hear(self, reports: Mapping[int, RankWeights]) -> bool:
         """Takes the states that ranks have told; returns whether weights were written."""
-        before = {rank: self._told.get(rank, _BEGUN).generation for rank in told}
-        since = [new.since for rank, new in told.items() if new.generation != before[rank]]
-        self._told.update(told)
-        has_all = len(told) >= self.num_ranks
+        before = {rank: self._reports.get(rank, _BEGUN).generation for rank in reports}
+        since = [new.since for rank, new in reports.items() if new.generation != before[rank]]
+        self._reports.update(reports)
+        has_all = len(reports) >= self.num_ranks
         if since:
             self.is_cache_stale |= self._first_step is not None and self._first_step < max(since)
-            self.generations = {rank: each.generation for rank, each in self._told.items()}
+            self.generations = {rank: each.generation for rank, each in self._reports.items()}
             self.question += not has_all
-        answers = [each.answered >= self.question for each in self._told.values()]
+        answers = [each.answered >= self.question for each in self._reports.values()]
         if since or not self.is_known:
             self.is_known = has_all or (len(answers) == self.num_ranks and all(answers))
             self.digest = self._combined()
         return bool(since)
 
     def _combined(self) -> bytes:
-        digests = [self._told[rank].digest for rank in sorted(self._told)]
+        digests = [self._reports[rank].digest for rank in sorted(self._reports)]
         if not any(digests):
             return b""
         return hashlib.sha256(b"".join(map(length_prefixed, digests))).digest()[:HASH_BYTES]

@@ -176,10 +176,10 @@ class PDStoreConnectorWorker:
         Loads of KV that belongs to earlier weights are cancelled, and count as failed.
         """
         moves = bool(metadata.loads or metadata.saves)
-        told = self._weights.check(metadata.step, metadata.question, counts=moves)
-        if told is None:
+        weights = self._weights.check(metadata.step, metadata.question, counts=moves)
+        if weights is None:
             return
-        self._report.weights[self._rank] = told
+        self._report.weights[self._rank] = weights
         for running in self._loads.values():
             if running.job is not None and not self._has_weights_of(running.spec):
                 running.job.cancel()

@@ -88,8 +88,8 @@ class Budget:
         if self._is_default:
             free = _readable(free_bytes(self._directory.root))
             return f"the disk is full ({free} are free)", "free some of it"
-        said = f"a value of {num_bytes:,} bytes is more than ?budget={_readable(self.num_bytes)}"
-        return said, "write a larger one with its unit, like ?budget=20GiB"
+        message = f"a value of {num_bytes:,} bytes is more than ?budget={_readable(self.num_bytes)}"
+        return message, "write a larger one with its unit, like ?budget=20GiB"
 
     def why_too_long(self, num_bytes: int) -> str | None:
         """Returns why no value of so many bytes can be stored, and what to write; None if it can.
@@ -115,11 +115,11 @@ class Budget:
     def doubts(self) -> Iterator[Doubt]:
         """Yields a doubt if the file system has less than the budget, or is full."""
         if self.attainable < self.num_bytes:
-            said = f"?budget={_readable(self.num_bytes)}, and its file system has"
+            message = f"?budget={_readable(self.num_bytes)}, and its file system has"
             less = _readable(self.attainable * 9 // 10)
             yield Doubt(
                 "budget",
-                f"{said} {_readable(self.attainable)}",
+                f"{message} {_readable(self.attainable)}",
                 f"write ?budget={less}, or use a larger one (for /dev/shm: docker's --shm-size)",
             )
         total = _total_bytes(self._directory.root)

@@ -68,8 +68,8 @@ def error_of(label: str, why: int, what: str, num_done: int = 0) -> StoreError:
     if why == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         remedy = f"a file may have {most} bytes: raise ulimit -f (LimitFSIZE= of systemd)"
-    said = f"{label}: {text}: {what}"
-    return kind(said, num_done=num_done, remedy=remedy)
+    message = f"{label}: {text}: {what}"
+    return kind(message, num_done=num_done, remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -87,8 +87,8 @@ def named_error(
         raise
     except OSError as error:
         why = error.errno or 0
-        said = what if not other_place or why in _OF_THIS_PLACE else other_place
-        raise error_of(label, why, said, num_done) from error
+        message = what if not other_place or why in _OF_THIS_PLACE else other_place
+        raise error_of(label, why, message, num_done) from error
 
 
 class Ended(NamedTuple):

@@ -50,8 +50,8 @@ class Mount(NamedTuple):
     def doubts(self) -> Iterator[Doubt]:
         """Yields a doubt if hosts learn late what others have put."""
         if self.kind in _NFS and self.remembers_misses:
-            said = f"{self.kind} keeps for up to a minute that a name is missing"
-            yield Doubt("mount", said, "mount it with lookupcache=positive on every host")
+            message = f"{self.kind} keeps for up to a minute that a name is missing"
+            yield Doubt("mount", message, "mount it with lookupcache=positive on every host")
 
 
 def mount_of(path: Path, mounts: str | None = None) -> Mount:

@@ -101,8 +101,8 @@ class FileStore(Store):
         readable = ByteSize(self._evictor.budget.num_bytes).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
         self.doubts = [*self._evictor.doubts(), *self._mount.doubts()]
-        for _, said, remedy in self.doubts:
-            log_once(log, f"{self.label}: {said}: {remedy}", logging.WARNING)
+        for _, message, remedy in self.doubts:
+            log_once(log, f"{self.label}: {message}: {remedy}", logging.WARNING)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:

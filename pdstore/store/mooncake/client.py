@@ -67,8 +67,8 @@ class Server:
                 connection.sendall(bytes(20))
                 connection.recv(1)
         except TimeoutError as error:
-            said = f"{self._where} did not answer within {self._timeout_s} s"
-            raise StoreTimeout(said) from error
+            message = f"{self._where} did not answer within {self._timeout_s} s"
+            raise StoreTimeout(message) from error
         except ConnectionResetError:
             return  # the server closed the connection before it had read all bytes
         except OSError as error:

@@ -114,11 +114,11 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         except ValidationError as error:
             [first, *_] = error.errors(include_url=False)
             name = str(first["loc"][0])
-            said = first["msg"].removeprefix("Value error, ")
+            problem = first["msg"].removeprefix("Value error, ")
             origin = origins.get(name)
             where = "" if origin == "URL" else f" ({origin})"
             raise ConfigError(
-                f"{url.label}: bad {name} {first['input']!r}{where}: {said}"
+                f"{url.label}: bad {name} {first['input']!r}{where}: {problem}"
             ) from error
         config._check(url)
         return config
@@ -126,10 +126,10 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
     def described(self) -> str:
         """Returns each value that is not a default, with its origin, on one line."""
         values = {name: without_secret(str(getattr(self, name))) for name in self.origins}
-        told = ", ".join(f"{name}={values[name]} ({of})" for name, of in self.origins.items())
+        shown = ", ".join(f"{name}={values[name]} ({of})" for name, of in self.origins.items())
         if self.not_lent:
-            told += f"; a segment of {self.not_lent} is not lent: topology=embedded would lend it"
-        return told
+            shown += f"; a segment of {self.not_lent} is not lent: topology=embedded would lend it"
+        return shown
 
     @property
     def is_tcp(self) -> bool:

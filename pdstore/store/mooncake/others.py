@@ -67,18 +67,18 @@ def fields_of_others(sources: MooncakeSources) -> dict[str, Given]:
 
 def _of_file(sources: MooncakeSources) -> Iterator[tuple[str, Given]]:
     try:
-        said = json.loads(sources.text or "")
+        config = json.loads(sources.text or "")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{sources.path} is not valid JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(config, dict):
         raise ConfigError(f"{sources.path} is not a JSON object of Mooncake's settings")
     _refuse_slips(
-        said, [key for names in NAMES.values() for key in names.keys], f"{sources.path}: "
+        config, [key for names in NAMES.values() for key in names.keys], f"{sources.path}: "
     )
     for name, names in NAMES.items():
         for key in names.keys:
-            if said.get(key) not in ("", None):
-                yield name, Given(said[key], f"{key} in {sources.path}")
+            if config.get(key) not in ("", None):
+                yield name, Given(config[key], f"{key} in {sources.path}")
                 break
 
 

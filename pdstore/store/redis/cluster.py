@@ -215,15 +215,15 @@ class Cluster:
         for address in list(self._nodes):
             try:
                 client = self._client(address)
-                told = client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+                slots = client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
             except RedisError as error:
                 self._nodes[address] = self._nodes.pop(address, None)
                 problem = error
                 continue
-            if not told:  # the node has left the cluster, or has not joined it yet
+            if not slots:  # the node has left the cluster, or has not joined it yet
                 problem = ClusterDownError("no node serves any slot")
                 continue
-            self._map = found = _map_of(told, address)
+            self._map = found = _map_of(slots, address)
             return found
         raise problem
 
@@ -242,14 +242,14 @@ def _ask(client: redis.Redis, commands: Sequence[Command], *, asking: bool = Fal
     return replies[1::2] if asking else replies
 
 
-def _map_of(told: Iterable[Any], asked: Address) -> list[Address | None]:
+def _map_of(slots: Iterable[Any], asked: Address) -> list[Address | None]:
     """Returns the master of each slot from the reply of a node.
 
     The node may omit its host. It says `?` for a node that should have a name, but announces none;
     then the node's address is in the list that follows its port and id.
     """
     found: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-    for start, end, (host, port, *more), *_ in told:
+    for start, end, (host, port, *more), *_ in slots:
         if host == b"?":
             names = more[1] if len(more) > 1 else []
             host = dict(zip(names[::2], names[1::2], strict=False)).get(b"ip", host)

@@ -217,8 +217,8 @@ def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
 def error_of(label: str, error: object, key: object, num_done: int) -> StoreError:
     """Returns the StoreError for redis-py's error or for the unexpected reply that ended a call."""
     if not isinstance(error, RedisError):
-        said = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
-        return StoreError(said, num_done=num_done, remedy=_OTHER_SERVER)
+        message = f"{label}: {str(error)[:80]!r} is no answer of a redis server: {key}"
+        return StoreError(message, num_done=num_done, remedy=_OTHER_SERVER)
     is_of_a_cluster = isinstance(error, _OF_A_CLUSTER) and not isinstance(error, MasterDownError)
     if is_of_a_cluster and "+cluster://" not in label:
         remedy = "it is a node of a cluster: write redis+cluster:// or valkey+cluster://"
@@ -233,8 +233,8 @@ def error_of(label: str, error: object, key: object, num_done: int) -> StoreErro
         ". "
     )  # redis-py appends what it was given
     words = re.sub(r"^Error -?\d+ connecting to (\S+)\. ", r"cannot connect to \1: ", words)
-    said = f"{label}: {words}{about}"
-    return next(kinds, StoreError)(said, num_done=num_done, remedy=remedy)
+    message = f"{label}: {words}{about}"
+    return next(kinds, StoreError)(message, num_done=num_done, remedy=remedy)
 
 
 @contextlib.contextmanager

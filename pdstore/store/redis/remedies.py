@@ -89,25 +89,25 @@ _MAX_WORDS = 200  # characters; redis explains some errors in 900
 
 def remedy_of(label: str, error: RedisError) -> str:
     """Returns what the user should change; an empty text if the error does not tell."""
-    said = str(error)
+    message = str(error)
     scheme, _, place = label.partition("://")
     place = place.rpartition("@")[2]
     for words, remedy in _REMEDIES.items():
-        if words in said:
+        if words in message:
             return remedy.format(scheme=scheme, host=place.partition("/")[0] or place)
     if isinstance(error, InvalidResponse):
         return _NO_REDIS
     is_tls = scheme.partition("+")[0] in ("rediss", "valkeys")
-    if is_tls and isinstance(error, CONNECTION_ERRORS) and "refused" not in said:
+    if is_tls and isinstance(error, CONNECTION_ERRORS) and "refused" not in message:
         plain = scheme.replace("rediss", "redis").replace("valkeys", "valkey")
         return (
             f"{scheme}:// speaks TLS: a server without it is {plain}://, and one that asks its"
             " clients for a certificate takes ?cert= and ?key="
         )
-    if isinstance(error, CONNECTION_ERRORS) and any(words in said for words in _ENDINGS):
+    if isinstance(error, CONNECTION_ERRORS) and any(words in message for words in _ENDINGS):
         tls = scheme.replace("redis", "rediss").replace("valkey", "valkeys")
         return _ENDED.format(tls=tls)
-    return _SILENT if said == "Timeout reading from socket" else ""
+    return _SILENT if message == "Timeout reading from socket" else ""
 
 
 def may_be_about_size(error: object) -> bool:
@@ -120,8 +120,8 @@ def may_be_about_size(error: object) -> bool:
 
 def refused_value(label: str, key: object, num_bytes: int, num_done: int) -> ValueRefused:
     """Returns the error about a value that ends each connection that moves it."""
-    said = f"{label}: the server, or a proxy, refuses a value of {num_bytes:,} bytes: {key}"
-    return ValueRefused(said, num_done=num_done, remedy=_RAISE)
+    message = f"{label}: the server, or a proxy, refuses a value of {num_bytes:,} bytes: {key}"
+    return ValueRefused(message, num_done=num_done, remedy=_RAISE)
 
 
 def short(words: str) -> str:

@@ -73,12 +73,14 @@ def _about_disk(info: Told, save: str | None) -> Iterator[ServerDoubt]:
     kinds = [f"snapshots (save {save or 'on'})"] if snapshots else []
     kinds += ["an append-only file"] if info.get("aof_enabled") else []
     if info.get("rdb_last_bgsave_status") == "err" and snapshots:
-        said = "the last snapshot failed: the server refuses all writes until one succeeds"
-        yield ServerDoubt("persistence", said, _NO_SNAPSHOTS, is_wrong=True)
+        message = "the last snapshot failed: the server refuses all writes until one succeeds"
+        yield ServerDoubt("persistence", message, _NO_SNAPSHOTS, is_wrong=True)
     elif kinds:
-        said = f"the server writes {' and '.join(kinds)}: that stalls it, may take as much memory"
-        said += " again, and a full disk ends all writes"
-        yield ServerDoubt("persistence", said, _NO_SNAPSHOTS)
+        message = (
+            f"the server writes {' and '.join(kinds)}: that stalls it, may take as much memory"
+        )
+        message += " again, and a full disk ends all writes"
+        yield ServerDoubt("persistence", message, _NO_SNAPSHOTS)
 
 
 def _about_memory(info: Told) -> Iterator[ServerDoubt]:
@@ -86,18 +88,24 @@ def _about_memory(info: Told) -> Iterator[ServerDoubt]:
     there = info.get("total_system_memory") or 0
     if there and most > there:
         shown = [ByteSize(size).human_readable() for size in (most, there)]
-        said = f"maxmemory is {shown[0]}, and the server's host has {shown[1]}: the kernel ends the"
-        said += " server before it evicts"
+        message = (
+            f"maxmemory is {shown[0]}, and the server's host has {shown[1]}: the kernel ends the"
+        )
+        message += " server before it evicts"
         yield ServerDoubt(
-            "server memory", said, f"set maxmemory to {ByteSize(there * 3 // 4).human_readable()}"
+            "server memory",
+            message,
+            f"set maxmemory to {ByteSize(there * 3 // 4).human_readable()}",
         )
 
 
 def _about_idle_connections(timeout: str | None) -> Iterator[ServerDoubt]:
     if timeout is not None and timeout.isdecimal() and 0 < int(timeout) < _IDLE_S:
-        said = f"the server closes connections that were idle for {timeout} s (timeout {timeout}):"
-        said += " nothing is lost, but the next call connects anew"
-        yield ServerDoubt("idle connections", said, "redis-cli CONFIG SET timeout 0")
+        message = (
+            f"the server closes connections that were idle for {timeout} s (timeout {timeout}):"
+        )
+        message += " nothing is lost, but the next call connects anew"
+        yield ServerDoubt("idle connections", message, "redis-cli CONFIG SET timeout 0")
 
 
 def _about_identity(client: redis.Redis, info: Told) -> Iterator[ServerDoubt]:
@@ -108,6 +116,8 @@ def _about_identity(client: redis.Redis, info: Told) -> Iterator[ServerDoubt]:
         with contextlib.suppress(redis.ResponseError):
             found.add(client.info("server").get("run_id"))
     if len(found) > 1:
-        said = f"{len(found)} servers answer at this address, each of them a pool of its own: what"
-        said += " one connection stores, the next does not find"
-        yield ServerDoubt("one server", said, _ONE_SERVER, is_wrong=True)
+        message = (
+            f"{len(found)} servers answer at this address, each of them a pool of its own: what"
+        )
+        message += " one connection stores, the next does not find"
+        yield ServerDoubt("one server", message, _ONE_SERVER, is_wrong=True)

@@ -187,15 +187,15 @@ class RedisStore(Store):
         """Adds up the room of all servers; the capacity is None unless each server has a limit."""
         self._lifecycle.check()
         with named_errors(self.label, "INFO"):
-            told = [client.info() for client in self._servers.masters()]
-            sizes = [info.get("maxmemory") or 0 for info in told]
+            infos = [client.info() for client in self._servers.masters()]
+            sizes = [info.get("maxmemory") or 0 for info in infos]
             return Room(
-                f"redis {told[0].get('redis_version', '?')}",
-                sum(info.get("used_memory", 0) for info in told),
+                f"redis {infos[0].get('redis_version', '?')}",
+                sum(info.get("used_memory", 0) for info in infos),
                 sum(sizes) if all(sizes) else None,
-                sum(info.get("evicted_keys", 0) for info in told),
-                ", ".join(dict.fromkeys(info.get("maxmemory_policy", "") for info in told)),
-                min(i.get("maxclients", 10_000) - i.get("connected_clients", 0) for i in told),
+                sum(info.get("evicted_keys", 0) for info in infos),
+                ", ".join(dict.fromkeys(info.get("maxmemory_policy", "") for info in infos)),
+                min(i.get("maxclients", 10_000) - i.get("connected_clients", 0) for i in infos),
             )
 
     def server_doubts(self) -> Iterator[ServerDoubt]:
