@@ -121,7 +121,7 @@ class AsyncRunner(Generic[T]):
         return self._worker.join(timeout_s)
 
     def _ended(self, timeout_s: float) -> _Call[T] | None:
-        """Waits for the last call and raises its exception; None if its end is known already."""
+        """Waits for the last call and raises its exception. None if there is no such call."""
         call = self._last
         if call is None:
             return None

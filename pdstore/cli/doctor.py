@@ -160,8 +160,8 @@ def check_server(store: Store) -> Iterator[Finding]:
     asks = store.optional(DoubtsServer)
     try:
         for doubt in asks.server_doubts() if asks else ():
-            level = bad if doubt.is_wrong else warn
-            yield level(doubt.subject, doubt.said, doubt.remedy)
+            finding = bad if doubt.is_wrong else warn
+            yield finding(doubt.subject, doubt.said, doubt.remedy)
     except StoreError as error:
         yield info("server", f"does not tell its settings: {error}")
 

@@ -105,7 +105,7 @@ def cover_of(
 
 
 def how_gone(store: Store) -> str:
-    """Returns how a block that was stored may have gone: by its time to live, or by eviction."""
+    """Returns why a block that was stored may be missing: it has expired, or it was evicted."""
     if not store.expires_blocks:
         return "was evicted"
     expired = "has expired (nothing used it for PDSTORE_BLOCK_TTL_S of the instance that saved it)"

@@ -106,8 +106,8 @@ def check_memory(settings: Settings, available: int | None) -> Iterator[Finding]
     staging = settings.staging
     free = "unknown" if available is None else size(available)
     if available is not None and staging > available // 2:
-        level = bad if staging > available else warn
-        yield level(
+        finding = bad if staging > available else warn
+        yield finding(
             "staging",
             f"PDSTORE_STAGING={size(staging)}, and {free} of memory are free",
             "set it to 1GiB, which holds all blocks that are moved at a time",

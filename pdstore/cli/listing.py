@@ -128,7 +128,7 @@ class NamespaceUse:
 
     youngest_s, oldest_s: the shortest and the longest time, in seconds, for which a value was not
       used; None if the store does not tell.
-    sample: one value that is a whole block: its header tells the block size.
+    sample: a value of a whole block, whose header has the block size.
     """
 
     hex: str

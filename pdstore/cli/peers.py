@@ -58,7 +58,7 @@ class Peer(BaseModel):
     lease_s: seconds that the store keeps a matched value; 0 if not known yet.
     problem: what the instance says is wrong with its pool now; None if it says nothing.
     url: the URL at which the instance was asked.
-    format: the number of the format of its values; empty if only fields tell it.
+    format: the number of the format in which it stores values; empty if it is only in `fields`.
     """
 
     digest: str = Field(validation_alias=AliasPath("namespace", "hex"))

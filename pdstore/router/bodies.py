@@ -48,7 +48,8 @@ def encode(body: Json) -> bytes:
 def prefill_body(body: Json, params: Json) -> Json:
     """Returns P's request: the same prompt and one token, since P's work ends with the KV.
 
-    With `min_tokens` that token may not end the answer: the client may get it as its first.
+    P keeps a client's `min_tokens`, at most 1: the client may get P's token as its first, and it
+    must not be one that ends the answer.
     """
     asked = {name: body[name] for name in body if name != "stream_options"}
     asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": params}

@@ -44,7 +44,7 @@ def changes_nothing(body: Json, known: Iterable[str] = ()) -> bool:
     False where the first token affects later ones in another way than as a part of the prompt
     (`stop`, penalties, `seed`, structured answers), where there are several answers, and for a
     field that is neither in a list here nor in `known`, since it may do anything. False also for a
-    limit of tokens that is no whole number, like 3.0, which vLLM takes.
+    limit of tokens like 3.0: vLLM takes it, but the router counts only in whole numbers.
     """
     if not all(isinstance(body.get(name) or 0, int) for name in _LIMITS):
         return False

@@ -112,7 +112,7 @@ class PromptTimes:
         self._num_brought = 0  # tokens loaded since the last measurement
         self._busy_s = 0.0  # seconds in which any load ran since the last measurement
         self._running: set[Hashable] = set()  # requests whose prompts are being computed
-        self._num_begun = 0  # prompt tokens whose steps began since a prompt was last computed
+        self._num_begun = 0  # prompt tokens given to the model since a prompt was last computed
         self._since = 0.0  # when a prompt was last computed
         self._step_s = 0.0  # time of the last step for few tokens; a loaded prompt needs one, too
 

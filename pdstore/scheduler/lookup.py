@@ -203,7 +203,7 @@ class LookupQueue:
 def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match:
     """Returns which leading blocks of the prompt the store has.
 
-    If the store fails, those count of which it told before; the reason and the error say why.
+    If the store fails, the blocks that it found before count, and the match has the error.
 
     because: the reason for the match if the store does not have all blocks; None: ABSENT.
     """

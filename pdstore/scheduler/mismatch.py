@@ -287,8 +287,8 @@ class Mismatches:
     def check_absence(self, keys: PromptKeys, handoff: Handoff | None, found: Match) -> None:
         """Warns if blocks that P published are gone, or if D has no hand-off and finds nothing.
 
-        Warns as well of blocks that D finds without a hand-off, if none has come for an hour: some
-        requests may have none, but those of a router to a D have.
+        Also warns if D finds blocks without a hand-off and no request had a hand-off for an hour:
+        a single request may have none, but a router gives D one with each prompt that P has saved.
         """
         if handoff is not None:
             self._hour_with_handoffs = Deadline(_HOUR_S)

@@ -28,7 +28,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
-CLAIM_S = 1.0  # what is saved for longer is saved once more, as if that save had failed
+CLAIM_S = 1.0  # a block whose save takes longer may be saved by another request as well
 
 
 class PrefixCacheManager:

@@ -100,7 +100,7 @@ class GuardedStore(HookedStore):
         return probed_at is not None and self._clock() - probed_at > _PROBE_S
 
     def doubt(self) -> None:
-        """Has the store probed because calls of other processes timed out. Any thread may call it.
+        """Starts a probe because calls of other processes timed out. Any thread may call it.
 
         Does no I/O itself. Each process of an instance has a breaker of its own.
         """

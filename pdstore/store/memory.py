@@ -42,7 +42,7 @@ class _Shelf:
     def add(self, key: BlockKey, data: bytes) -> bool:
         """Adds a value unless its key is stored. Returns False if there is no room for it.
 
-        A marker is added even so: a D that waits for a block learns from it that none will come.
+        A marker is added even then: it tells a D that waits for blocks that none will come.
         """
         with self.lock:
             if key in self.values:

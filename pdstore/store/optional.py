@@ -86,7 +86,7 @@ class Room(NamedTuple):
     keeper: the program or place that keeps the values, for people to read: `redis 7.0.15`.
     capacity_bytes: None if the store has no limit, or if the keeper does not tell it.
     num_evicted: values evicted since the keeper's start to make room; None if not counted.
-    policy: which values are evicted when the store is full, in the keeper's words.
+    policy: which values are evicted when the store is full, as the keeper names it.
     num_connections: how many more connections the keeper accepts; None means any number.
     problem: why other instances cannot find what is stored here, with what to do; None if they can.
     """

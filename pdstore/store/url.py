@@ -107,7 +107,7 @@ class StoreURL:
             raise ConfigError(
                 f"{self.label}: {option}={text!r} is not a number of seconds"
             ) from error
-        if not value > 0:  # or it is no number at all
+        if not value > 0:  # also if it is NaN
             raise ConfigError(f"{self.label}: {option} must be a positive number of seconds")
         if value >= most:
             raise ConfigError(
@@ -204,8 +204,8 @@ class Place(NamedTuple):
 
     path: the file or directory that keeps them, also if it does not exist yet; None for a server.
     is_memory: True if the values lie in memory that processes map, so that blocks are copied there.
-    trial_url: opening the store makes `path` and settles how large it is, so a check opens this URL
-      instead while there is no `path`; None if the store may be opened for a check.
+    trial_url: what a check opens instead while `path` does not exist, because opening the store
+      makes `path` and fixes its size; None if a check may open the store.
     locks_memory: True if the store locks staging's memory, as RDMA does.
     encrypted_scheme: what the URL should begin with, if it sends KV and the password to another
       host without encryption.

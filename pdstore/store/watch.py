@@ -51,7 +51,7 @@ class Backoff:
         self._interval_s = _MIN_INTERVAL_S
         self._idle_until = 0.0
 
-    def reset(self) -> None:
+    def restart(self) -> None:
         """Makes the next interval the shortest, because there was progress."""
         self._interval_s = _MIN_INTERVAL_S
 
@@ -194,7 +194,7 @@ class KeyWatch:
             waiter = self._new_waiters[0]
             self._waiters[waiter] = waiter.wanted(), 0.0
             self._new_waiters.popleft()  # only now: `_listen` finds it here or there at any time
-            self._backoff.reset()
+            self._backoff.restart()
         if not self._waiters:
             self._found = set()
             return None
@@ -261,7 +261,7 @@ class KeyWatch:
         keys = waiter.wanted()
         has_moved = keys != self._waiters[waiter][0]
         if has_moved:
-            self._backoff.reset()
+            self._backoff.restart()
         due_at = 0.0  # at the next search
         if interval_s > 0 and not has_moved:  # waiters with equal intervals are due together
             due_at = (time.monotonic() // interval_s + 1) * interval_s

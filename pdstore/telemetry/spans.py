@@ -102,7 +102,7 @@ def open_provider(
 
     url: PDSTORE_TRACES.
     service: the name of this process in spans, unless OTEL_SERVICE_NAME gives one.
-    setting: the name of what gives the URL, for the log.
+    setting: the name of the setting that has the URL, for the log.
     resource: further attributes of every span.
     Raises MissingExtra.
     """

@@ -1,14 +1,15 @@
 """Admission: decides whether a save may evict values; learns at what ages blocks are used again.
 
-Decision: hit density decides (LHD, Beckmann et al., NSDI 2018). The hit density of a value is the
-number of hits per second that it brings if the pool holds it for the time that makes this number
-largest (Gittins' index). A save may evict if the hit density of its new values is at least that of
-the pool's oldest value, which has an age already. When users take turns, every block is used again
-at about the same age, so the oldest block is the next to be used. A small pool that evicts it has
-almost no hits, so the save is refused. If older values are less likely to be used, every save may
-evict: the policy is then plain LRU. A value that nobody uses any more becomes older than any age at
-which a use was seen, and is evicted: no value stays for ever. Protecting values for a fixed time
-suits only one workload; `benchmarks.trace.eviction` compares such policies.
+Decision: hit density decides (LHD, Beckmann et al., NSDI 2018). The hit density of a value is its
+expected hits divided by the seconds for which the pool has to hold it to get them. The seconds are
+those for which this quotient is largest (Gittins' index). A save may evict if the hit density of
+its new values is at least that of the pool's oldest value, which has an age already. When users
+take turns, every block is used again at about the same age, so the oldest block is the next to be
+used. A small pool that evicts it has almost no hits, so the save is refused. If older values are
+less likely to be used, every save may evict: the policy is then plain LRU. A value that nobody uses
+any more becomes older than any age at which a use was seen, and is evicted: no value stays for
+ever. Protecting values for a fixed time suits only one workload; `benchmarks.trace.eviction`
+compares such policies.
 Decision: docs/decisions/041-admission.md
 """
 

@@ -84,7 +84,7 @@ class NoShare(enum.Enum):
 
 
 _ONLY_END = Share(lambda turn: None)
-"""Stands for the end of a job that has no share left: one worker is needed to conclude it."""
+"""A share without values, for a job that has no other share left: a worker has to conclude it."""
 
 
 @dataclass(eq=False)

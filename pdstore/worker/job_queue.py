@@ -309,7 +309,7 @@ class JobQueue:
         return None if chosen is None else chosen[0]
 
     def _promote_computed(self, direction: Direction) -> None:
-        """Moves jobs until the first ones of `_ready` and of `_uncomputed` are where they belong.
+        """Moves jobs between `_ready` and `_uncomputed`, by whether their share is computed.
 
         Asks only a few uncomputed jobs: the model computes those first that were made first.
         """

@@ -228,7 +228,7 @@ def test_pauses_grow_up_to_the_longest_and_news_make_them_short_again(clock):
     assert [backoff.next_interval_s(0.0) for _ in range(4)] == pytest.approx(
         [0.002, 0.0026, 0.003, 0.003]
     )
-    backoff.reset()
+    backoff.restart()
     assert backoff.next_interval_s(0.0) == 0.002
 
 
@@ -236,7 +236,7 @@ def test_pauses_grow_up_to_the_longest_and_news_make_them_short_again(clock):
 def test_slow_calls_take_a_part_of_the_time_at_most(clock, duty, idle_s):
     backoff = Backoff(max_duty=duty, clock=clock)
     assert backoff.next_interval_s(took_s=0.1) == pytest.approx(idle_s)
-    backoff.reset()
+    backoff.restart()
     assert backoff.remaining_idle_s() == pytest.approx(idle_s)
     clock.now += idle_s
     assert backoff.remaining_idle_s() == pytest.approx(0.0, abs=1e-9)

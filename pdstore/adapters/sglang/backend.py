@@ -85,8 +85,8 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Returns how many leading pages are stored or expected soon.
 
-        D waits, for a limited time, until P has stored the first missing page. If P does, D counts
-        the pages behind it as well, because `batch_get_v1` waits for them.
+        D waits, up to a timeout, until P has stored the first missing page. If P has, the pages
+        behind it count as well: P is storing the prompt, and `batch_get_v1` waits for them.
         """
         pool = self._pool
         return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))

@@ -112,7 +112,7 @@ class PageWait:
                 num_found = len(found.keys)
                 yield num_found
                 page_deadline = self.clock() + self.page_timeout_s
-                backoff.reset()
+                backoff.restart()
             left_s = min(until, page_deadline) - self.clock()
             if found.reason is not Reason.ABSENT or left_s <= 0:
                 return

@@ -249,7 +249,7 @@ class HostPages:
             engine_block_tokens=pool.page_size,
             rope=served.rope,
             quantization=served.quantization,
-            page=f"sglang:{pool.layout}",
+            page=f"sglang:{pool.layout}",  # its name for the order of bytes in a page
             num_shards=tp_size,
             tp_rank=tp_rank,
             tp_size=tp_size,

@@ -104,9 +104,9 @@ class Contents:
     ) -> Content:
         """Returns a request's digests if they are known. The first call asks threads for them.
 
-        wait_s: seconds to wait for them; None if vLLM would not compute the request yet. Only from
-          the moment on when it would, the request's time runs. The files of its adapter are looked
-          at again if that was not just now.
+        wait_s: seconds to wait for them; None if vLLM would not compute the request yet. The
+          request's timeout begins when vLLM would. Then the files of its adapter are also looked at
+          again, unless that was just now.
         must_decide: True if vLLM computes the request in any case: it bypasses the pool then.
         """
         features, lora = getattr(request, "mm_features", None) or (), request.lora_request

@@ -84,7 +84,7 @@ def stats_of(given: KVConnectorStats | None, connector: str) -> PDStoreStats | N
 class StepMetrics(Metrics):
     """Metrics that also collect the changes since the last step.
 
-    Decision: each change is recorded when it is made. Without such records, each step would have to
+    Decision: a metric that changes is noted at once. Without such notes, each step would have to
     compare all 540 samples of the registry, which takes milliseconds. A step changes only a few.
     But all gauges are sent with each step, which takes microseconds: vLLM hands a step's stats to
     one of its API servers, which knows no earlier ones.

@@ -79,7 +79,7 @@ def named_error(
     """Turns an OSError of the statements inside into the StoreError for its errno.
 
     what: what failed.
-    other_place: said for `what`, unless another directory than this one is no remedy.
+    other_place: the message has it in place of `what` if another directory would be a remedy.
     """
     try:
         yield

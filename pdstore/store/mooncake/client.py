@@ -6,8 +6,9 @@ answer. So the object is set up at its first use, and only after the server has 
 calls are counted, and `close` waits for them. An object that cannot be closed is kept for ever,
 because destroying it would crash or hang.
 
-The library waits 60 s for a transfer, and then reports a failure although the transfer goes on. To
-end it, the connection is closed; else its late bytes would land in another block.
+The library waits 60 s for a transfer, and then reports a failure although the transfer goes on.
+Then pdstore closes the connection, which ends the transfer: its bytes would come late, into memory
+that is another block's by then.
 """
 
 # Decision: docs/decisions/029-mooncake-late-bytes.md

@@ -247,7 +247,7 @@ class RedisStore(Store):
         A server or a proxy ends the connection at a value that is longer than it allows. So if the
         connection ends, each value that is left is moved alone.
 
-        sizes: bytes of each value of the call, whose first `num_done` are moved already.
+        sizes: the bytes of each value of the call; the first `num_done` values are moved already.
         """
         at = num_done
         try:
