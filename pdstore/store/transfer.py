@@ -163,8 +163,8 @@ class HostMemory(Protocol):
     def ready(self, timeout_s: float) -> None:
         """Waits until copies may use all of it. Raises the error of a failure, or TimeoutError."""
 
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Waits up to `wait_s`; True if copies may use all of it. Raises the error of a failure."""
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Waits up to `timeout_s`; True if copies may use all of it. Raises an earlier error."""
 
 
 class NativeCopies(Protocol):

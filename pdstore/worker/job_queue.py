@@ -296,11 +296,11 @@ class JobQueue:
         computed shares of equally urgent jobs, and then the job that was made first comes first.
         """
         firsts: list[tuple[Job, bool]] = []  # with True: its share must wait for the model
-        for way in Direction:
-            if self._num_busy[way] < self._most_busy:
-                self._promote_computed(way)
-                firsts += [(entry[-1], False) for entry in self._ready[way][:1]]
-                firsts += [(job, True) for job in self._uncomputed[way][:1]]
+        for direction in Direction:
+            if self._num_busy[direction] < self._most_busy:
+                self._promote_computed(direction)
+                firsts += [(entry[-1], False) for entry in self._ready[direction][:1]]
+                firsts += [(job, True) for job in self._uncomputed[direction][:1]]
         chosen = min(
             firsts,
             key=lambda first: (first[0].urgency, first[1], self._num_busy[first[0].direction]),

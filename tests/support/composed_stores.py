@@ -123,8 +123,8 @@ class _BothMemories:
         for memory in self._memories:
             memory.ready(timeout_s)
 
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        return all(memory.is_ready(wait_s) for memory in self._memories)
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        return all(memory.is_ready(timeout_s) for memory in self._memories)
 
 
 class _TwoWays(Transfer):

@@ -68,7 +68,7 @@ class Contents:
 
     hashes_items: False if all requests with images, sounds or videos must bypass the pool.
     tells_paths_apart: True if vLLM's prefix cache tells adapters of one name apart by their paths.
-    wait_s: seconds that a request waits for its digests, at most, before it bypasses the pool.
+    timeout_s: seconds that a request waits for its digests, at most, before it bypasses the pool.
     fresh_s: seconds for which an adapter's files count as seen just now.
     most_names: names of images, sounds and videos that are remembered; requests with further ones
       bypass the pool.
@@ -80,14 +80,14 @@ class Contents:
         *,
         hashes_items: bool = True,
         tells_paths_apart: bool = False,
-        wait_s: float = _DIGEST_TIMEOUT_S,
+        timeout_s: float = _DIGEST_TIMEOUT_S,
         fresh_s: float = _FRESH_S,
         most_names: int = MAX_NAMES,
         items: ItemDigests | None = None,
     ) -> None:
         self._hashes_items = hashes_items
         self._tells_paths_apart = tells_paths_apart
-        self._wait_s = wait_s
+        self._timeout_s = timeout_s
         self._fresh_s = fresh_s
         self._item_names = Names(most_names)
         self._adapter_names = Names(_MAX_ADAPTER_NAMES)
@@ -100,11 +100,11 @@ class Contents:
         self._warned: set[str] = set()
 
     def content_of(
-        self, request: Any, wait_s: float | None = None, *, must_decide: bool = False
+        self, request: Any, timeout_s: float | None = None, *, must_decide: bool = False
     ) -> Content:
         """Returns a request's digests if they are known. The first call asks threads for them.
 
-        wait_s: seconds to wait for them; None if vLLM would not compute the request yet. The
+        timeout_s: seconds to wait for them; None if vLLM would not compute the request yet. The
           request's timeout begins when vLLM would. Then the files of its adapter are also looked at
           again, unless that was just now.
         must_decide: True if vLLM computes the request in any case: it bypasses the pool then.
@@ -117,11 +117,13 @@ class Contents:
         asked = self._asked.get(request.request_id)
         if asked is None:
             asked = self._asked[request.request_id] = self._ask(features, lora)
-        if wait_s is not None:
+        if timeout_s is not None:
             if asked.is_outdated(self._fresh_s):
                 self._ask_again(asked)
             if not asked.content.is_known:
-                self._settle(asked, wait_s, most_s=0.0 if must_decide else self._wait_s)
+                self._settle(
+                    asked, timeout_s, digest_timeout_s=0.0 if must_decide else self._timeout_s
+                )
         return asked.content
 
     def pop_distrusted(self) -> list[str]:
@@ -157,10 +159,10 @@ class Contents:
         asked.adapter = self._adapter_thread.ask(partial(self._adapters.digest_of, asked.path))
         asked.content = _UNKNOWN
 
-    def _settle(self, asked: _Asked, wait_s: float, most_s: float) -> None:
+    def _settle(self, asked: _Asked, timeout_s: float, digest_timeout_s: float) -> None:
         """Decides on a request whose digests are there, or whose deadline has passed."""
-        asked.deadline = asked.deadline or Deadline(most_s)
-        is_late = not asked.have_ended(wait_s)
+        asked.deadline = asked.deadline or Deadline(digest_timeout_s)
+        is_late = not asked.have_ended(timeout_s)
         if is_late and not asked.deadline.is_over():
             return
         asked.deadline = None
@@ -313,9 +315,9 @@ class _Asked:
         ended_at = self.adapter.ended_at
         return ended_at is not None and time.monotonic() - ended_at > fresh_s
 
-    def have_ended(self, wait_s: float) -> bool:
+    def have_ended(self, timeout_s: float) -> bool:
         """Waits for the answers; returns whether all are there."""
-        end = Deadline(wait_s)
+        end = Deadline(timeout_s)
         return all(each.has_ended.wait(end.remaining_s()) for each in self.questions())
 
 

@@ -115,9 +115,9 @@ class PinnedMemory:
                 raise TimeoutError(f"staging is {self._state()} after {timeout_s:.0f} s")
             log.info("staging is %s", self._state())
 
-    def is_ready(self, wait_s: float = 0.0) -> bool:
-        """Waits up to `wait_s`; True if all is pinned. Raises the error of a span that failed."""
-        if not self._ended.wait(wait_s):
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Waits up to `timeout_s`; True if all is pinned. Raises the error of a failed span."""
+        if not self._ended.wait(timeout_s):
             return False
         if self._error is not None:
             raise self._error

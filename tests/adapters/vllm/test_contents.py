@@ -207,7 +207,7 @@ def test_a_request_waits_for_its_digests_and_nobody_else_does(scheduler_of, held
 
 
 def test_digests_that_take_too_long_bypass_the_pool_and_d_does_not_wait(scheduler_of, held, caplog):
-    contents = Contents(items=held, wait_s=0.05)
+    contents = Contents(items=held, timeout_s=0.05)
     p, handoff = scheduler_of(role="prefill", contents=contents), HandoffId.new()
     late = request(picture(1), kv_transfer_params=Handoff(handoff).params())
     assert found(p, late) == 0
