@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pdstore.engine.request import EngineRequest, Interval, JobEnd
+from pdstore.engine.request import EngineRequest, JobEnd, TimeRange
 from pdstore.errors import Direction
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
 
@@ -113,7 +113,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
 
 
 def _phase(
-    request: EngineRequest, name: str, intervals: Sequence[Interval | None]
+    request: EngineRequest, name: str, intervals: Sequence[TimeRange | None]
 ) -> tuple[Phase, ...]:
     """Returns one phase that spans all known intervals; an empty tuple if none is known."""
     known = [interval for interval in intervals if interval is not None]

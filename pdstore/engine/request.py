@@ -28,7 +28,7 @@ _PROMPT_GIVEN = {RequestPhase.PREFILLED, RequestPhase.ANSWERING}
 """The model was given all of the prompt, maybe before it was preempted."""
 
 
-class Interval(NamedTuple):
+class TimeRange(NamedTuple):
     """A span of time. Its begin and its end are seconds since the epoch."""
 
     begin_at: float
@@ -50,8 +50,8 @@ class JobEnd:
     direction: Direction
     num_tokens: int
     reason: Reason | None
-    ran: Interval | None = None
-    in_store: Interval | None = None
+    ran: TimeRange | None = None
+    in_store: TimeRange | None = None
 
     @classmethod
     def fault(
@@ -76,8 +76,8 @@ class JobEnd:
             job.direction,
             result.num_tokens,
             result.reason,
-            Interval(zero + job.began, zero + now),
-            Interval(zero + calls[0], zero + calls[1]) if calls is not None else None,
+            TimeRange(zero + job.began, zero + now),
+            TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
         )
 
 
@@ -163,13 +163,13 @@ class EngineRequest:
             return self._phase
         return RequestPhase.LOADING if self.is_loading else RequestPhase.LOADED
 
-    def poll(self, wait_s: float = 0.0) -> bool:
-        """Returns whether the lookup has ended. The first call may wait for it, up to `wait_s`."""
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Returns whether the lookup has ended. The first call waits for it, up to `timeout_s`."""
         self._check("poll")
         if self._lookup is None or self._phase is not RequestPhase.LOOKUP:
             return True
         with contextlib.suppress(TimeoutError):
-            self.found = self._lookup.wait(wait_s if self._may_wait else 0.0)
+            self.found = self._lookup.wait(timeout_s if self._may_wait else 0.0)
         self._may_wait = False
         if self.found is None:
             return False
@@ -327,7 +327,7 @@ class EngineRequest:
         if not self._is_prompt_pending:
             return None
         if self.handoff is not None and not self.num_saved:
-            # what the engine had was saved earlier; the last save mends what the store lost
+            # what the engine had was saved earlier; the last save stores again what the store lost
             self.num_saved = start - start % self.keys.block_tokens
         return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
 

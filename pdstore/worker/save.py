@@ -321,7 +321,7 @@ class OpenSave:
         if ready is None:
             self._release_queued()
         else:
-            self._wake()  # restarts the time limit
+            self._wake()  # restarts the timeout
 
     def _waits_for_more(self, num_whole: int) -> bool:
         """True if the layer ranges that are whole but not queued have too few bytes for a save."""

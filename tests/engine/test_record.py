@@ -9,7 +9,7 @@ import torch
 
 from pdstore import LayerSpec, Layout, open_store
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, Interval, JobEnd
+from pdstore.engine.request import EngineRequest, JobEnd, TimeRange
 from pdstore.engine.self_test import self_test
 from pdstore.errors import Direction, Reason, StoreError
 from pdstore.format.handoff import HandoffId
@@ -55,7 +55,7 @@ def request_of(instance):
 
 def ended(direction, num_tokens=NUM_TOKENS, reason=None, number=None):
     at = time.time()
-    ran, in_store = Interval(at, at + 1), Interval(at, at)
+    ran, in_store = TimeRange(at, at + 1), TimeRange(at, at)
     return JobEnd("cmpl-7", number, direction, num_tokens, reason, ran, in_store)
 
 

@@ -55,7 +55,7 @@ class PDStoreConnectorScheduler:
     number: this instance's number among the data-parallel instances that start together.
     contents: makes digests of requests' images, sounds, videos and LoRA adapters.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
-    patience_s: seconds that a step waits, in all, for answers to its new lookups. A store on this
+    step_timeout_s: how long a step waits, in all, for answers to its new lookups. A store on this
       host answers in about a millisecond if the prompt is long. A request whose lookup has no
       answer in time waits for the next step, and steps may be long.
 
@@ -71,7 +71,7 @@ class PDStoreConnectorScheduler:
     contents: Contents = field(default_factory=Contents)
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
-    patience_s: float = 0.003
+    step_timeout_s: float = 0.003
 
     def __post_init__(self) -> None:
         self.worker_metrics = WorkerMetrics()
@@ -84,7 +84,7 @@ class PDStoreConnectorScheduler:
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
         self._bypassing: set[str] = set()
         self._unsettled: set[str] = set()  # the requests that a step must look at
-        self._patience_left_s = self.patience_s
+        self._step_timeout_left_s = self.step_timeout_s
         self._loads: list[tuple[str, LoadPlan | None, BlockTables]] = []
         self._aborted: list[HandoffId] = []
         self._answers: list[SaveSpec] = []
@@ -156,8 +156,8 @@ class PDStoreConnectorScheduler:
             state.leave_pool()  # what vLLM's own cache has may be KV of earlier weights
         if not content.may_share:
             state.leave_pool()
-        is_known = state.poll(self._patience_left_s)
-        self._patience_left_s = max(0.0, self._patience_left_s - (time.monotonic() - began))
+        is_known = state.poll(self._step_timeout_left_s)
+        self._step_timeout_left_s = max(0.0, self._step_timeout_left_s - (time.monotonic() - began))
         if not is_known:
             return None
         num_tokens = int(request.num_tokens)
@@ -188,7 +188,7 @@ class PDStoreConnectorScheduler:
 
     def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Adds the queued loads, saves of answers and aborted hand-offs to a step's metadata."""
-        self._patience_left_s = self.patience_s
+        self._step_timeout_left_s = self.step_timeout_s
         loads, self._loads = self._loads, []
         for request_id, plan, block_ids in loads:
             num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
@@ -310,7 +310,9 @@ class PDStoreConnectorScheduler:
         vLLM does not wait for them if a request asks for the log probabilities of its prompt.
         """
         waits = not getattr(request, "skip_reading_prefix_cache", False)
-        content = self.contents.content_of(request, self._patience_left_s, must_decide=not waits)
+        content = self.contents.content_of(
+            request, self._step_timeout_left_s, must_decide=not waits
+        )
         for request_id in self.contents.pop_distrusted():
             if (known := self._requests.get(request_id)) is not None:
                 known[1].leave_pool()

@@ -15,7 +15,7 @@ from tests.support.kv import LAYERS, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14]
-OPTIONS = ("may_follow", "patience_s", "longest_prompt", "weights_of", "num_ranks", "contents")
+OPTIONS = ("may_follow", "step_timeout_s", "longest_prompt", "weights_of", "num_ranks", "contents")
 
 
 @pytest.fixture

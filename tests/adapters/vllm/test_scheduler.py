@@ -57,7 +57,7 @@ def test_blocks_that_no_prompt_of_the_model_fills_are_told_at_the_start(schedule
 
 @pytest.mark.usefixtures("saved")
 def test_a_stored_prompt_is_found_and_its_load_is_queued_once(scheduler_of):
-    scheduler, asked = scheduler_of(patience_s=30.0), request()
+    scheduler, asked = scheduler_of(step_timeout_s=30.0), request()
     scheduler.add(asked)  # vLLM shows a request before it asks about it
     assert scheduler.num_found(asked, 0) == len(PROMPT), "the first answer is waited for"
     assert found(scheduler, asked, num_computed=2 * BLOCK) == len(PROMPT) - 2 * BLOCK
@@ -180,7 +180,7 @@ def test_a_hand_off_that_must_not_be_computed_and_falls_short_fails_as_a_load(sc
     [spec] = idle_step(d).loads
     assert spec.plan is None
     assert found(scheduler_of(**strict), request()) == 0, "nobody handed that one over"
-    assert scheduler_of(patience_s=9.0).num_found(theirs, 0) is None, "P may begin much later"
+    assert scheduler_of(step_timeout_s=9.0).num_found(theirs, 0) is None, "P may begin much later"
 
 
 def test_p_says_in_its_answers_that_its_last_save_fell_short(scheduler_of):
