@@ -76,7 +76,7 @@ class MiniInstance:
                 "received": received,
                 "times": times[:-1],
                 "ids": request.output_ids,
-                "computed": request.num_fed,
+                "computed": request.num_prefill_tokens,
                 "loaded": request.num_loaded,
                 "reason": request.miss_reason,
                 "handoff": request.answer_params,

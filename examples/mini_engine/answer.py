@@ -124,7 +124,7 @@ class Answer:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=request.num_loaded),
             pdstore={
                 "loaded_tokens": request.num_loaded,
-                "computed_tokens": request.num_fed,
+                "computed_tokens": request.num_prefill_tokens,
                 "reason": request.miss_reason,
                 **self._request.decided,
             },

@@ -82,7 +82,7 @@ class Model:
         ends = []
         for chunk, end in zip(chunks, accumulate(c.num_tokens for c in chunks), strict=True):
             num_prompt = min(chunk.stop, chunk.request.num_prompt) - chunk.start
-            chunk.request.num_fed += max(0, num_prompt)
+            chunk.request.num_prefill_tokens += max(0, num_prompt)
             if chunk.is_last:
                 ends.append(end - 1)
         logits: torch.Tensor = self._network.lm_head(hidden[ends]).float()

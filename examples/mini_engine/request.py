@@ -66,7 +66,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # leading tokens whose KV is in the cache, computed here or loaded
     num_loaded: int = 0  # of these, loaded from the pool
-    num_fed: int = 0  # prompt tokens that the model computed here
+    num_prefill_tokens: int = 0  # prompt tokens that the model computed here
     miss_reason: str | None = None  # the reason of tokens that were not loaded
     decided: dict[str, Any] = field(default_factory=dict)  # `EngineRequest.decided`
     answer_params: dict[str, Any] | None = None  # kv_transfer_params of the answer

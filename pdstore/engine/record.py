@@ -100,7 +100,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
         num_tokens=num_prompt,
         num_matched=request.found.num_tokens if request.found is not None else 0,
         num_loaded=max(0, min(num_loaded, num_prompt - 1) - request.num_present),
-        num_computed=request.num_fed,
+        num_computed=request.num_prefill_tokens,
         num_saved=_saved_by_all(saves, is_published=request.is_published),
         reason=next((reason for reason in (*reasons, request.reason) if reason is not None), None),
         phases=tuple(sorted(phases, key=lambda phase: phase.begin_s)),

@@ -104,7 +104,7 @@ class EngineRequest:
     found: the lookup's match, once `poll` has seen it.
     num_present: leading tokens that the engine had when it last asked what can be loaded.
     num_saved: leading tokens that are in the pool or being saved.
-    num_fed: tokens of the prompt that this instance's model was given to compute.
+    num_prefill_tokens: tokens of the prompt that this instance's model was given to compute.
     num_jobs, ends: the number of planned jobs on all ranks, and the ends of those that have ended.
     """
 
@@ -124,7 +124,7 @@ class EngineRequest:
     found: Match | None = field(init=False, default=None)
     num_present: int = field(init=False, default=0)
     num_saved: int = field(init=False, default=0)
-    num_fed: int = field(init=False, default=0)
+    num_prefill_tokens: int = field(init=False, default=0)
     decision: Decision | None = field(init=False, default=None)
     is_published: bool = field(init=False, default=False)
     num_jobs: int = field(init=False, default=0)
@@ -297,7 +297,7 @@ class EngineRequest:
         if start >= end:
             return
         self.timer.begin("compute")
-        self.num_fed += min(stop, end) - start
+        self.num_prefill_tokens += min(stop, end) - start
         if self.prompt_times is not None:
             self.prompt_times.begin_step(self, start, min(stop, end))
 

@@ -54,7 +54,7 @@ def test_d_computes_one_token_and_answers_the_same(open_instance, checkpoints, s
         prompt = prompt_of(num_tokens)
         asked = decode(d, prompt, hand_over(p, prompt))
         assert_same(asked, *expect(checkpoints[shape], prompt))
-        assert (asked.request.num_loaded, asked.request.num_fed) == (num_tokens - 1, 1)
+        assert (asked.request.num_loaded, asked.request.num_prefill_tokens) == (num_tokens - 1, 1)
         assert asked.request.miss_reason is None
 
 
@@ -76,7 +76,7 @@ def test_d_loads_what_p_has_saved_while_p_computes_the_rest(
     gate.open()
     assert at_p.wait().finish == Finish("length")
     assert_same(at_d.wait(), *expect(checkpoints["llama"], prompt))
-    assert (at_d.request.num_loaded, at_d.request.num_fed) == (149, 1)
+    assert (at_d.request.num_loaded, at_d.request.num_prefill_tokens) == (149, 1)
 
 
 @pytest.mark.requirement(
@@ -136,7 +136,7 @@ def test_on_a_gpu_answers_and_hand_offs_are_those_of_the_cpu(open_instance, chec
     asked = [ask(d, prompts[i], kv_transfer_params=params[i]) for i in range(4)]
     for prompt, one in zip(prompts, asked, strict=True):
         assert_same(one.wait(), *expect(checkpoints[shape], prompt))
-        assert one.request.num_fed == 1
+        assert one.request.num_prefill_tokens == 1
 
 
 def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, checkpoints):
@@ -146,9 +146,9 @@ def test_one_engine_of_both_roles_publishes_only_when_asked(open_instance, check
     until_stored(engine)
     second = ask(engine, prompt_of(100)).wait()
     assert_same(second, *expect(checkpoints["llama"], prompt_of(100)))
-    assert second.request.num_fed == 100 % 64, "without a hand-off no tail is saved"
+    assert second.request.num_prefill_tokens == 100 % 64, "without a hand-off no tail is saved"
     params = hand_over(engine, prompt_of(90))
-    assert decode(engine, prompt_of(90), params).request.num_fed == 1
+    assert decode(engine, prompt_of(90), params).request.num_prefill_tokens == 1
 
 
 def remove(url, values):
@@ -182,7 +182,10 @@ def test_a_lost_or_corrupt_value_is_computed(
     damage(url, stored(p, prompt_of(150))[1:2])
     asked = decode(d, prompt_of(150), params)
     assert_same(asked, *expect(checkpoints["llama"], prompt_of(150)))
-    assert (asked.request.num_loaded, asked.request.num_fed) == (num_loaded, 150 - num_loaded)
+    assert (asked.request.num_loaded, asked.request.num_prefill_tokens) == (
+        num_loaded,
+        150 - num_loaded,
+    )
     assert asked.request.miss_reason == reason
 
 
@@ -211,7 +214,7 @@ def test_a_save_does_not_delay_the_answer_and_keeps_its_blocks(open_instance, he
     params = hand_over(p, prompt_of(100))
     assert p.cache.num_free == p.cache.num_blocks - 7
     held[0].release()
-    assert decode(d, prompt_of(100), params).request.num_fed == 1
+    assert decode(d, prompt_of(100), params).request.num_prefill_tokens == 1
 
 
 @pytest.mark.parametrize("half", ["cache", "pool"])
@@ -274,10 +277,10 @@ def test_the_next_turn_loads_the_prompt_and_the_answer_on_p(
     # The last token of an answer is never computed in its own turn.
     whole_blocks = (num_prompt + num_answer - 1) // BLOCK * BLOCK
     assert asked.request.num_loaded == whole_blocks
-    assert asked.request.num_fed == len(turn) - whole_blocks
+    assert asked.request.num_prefill_tokens == len(turn) - whole_blocks
     second = decode(d, turn, asked.request.answer_params)
     assert_same(second, *expect(checkpoints["llama"], turn))
-    assert second.request.num_fed == 1
+    assert second.request.num_prefill_tokens == 1
 
 
 def test_what_d_had_to_compute_is_saved_with_the_answer(open_instance):

@@ -23,7 +23,7 @@ def test_answers_are_those_of_transformers_alone_and_in_a_batch(
         expected = expect(checkpoints[shape], prompt)
         assert_same(asked.wait(), *expected)
         assert_same(ask(engine, prompt).wait(), *expected)
-        assert asked.request.num_fed == len(prompt)
+        assert asked.request.num_prefill_tokens == len(prompt)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
