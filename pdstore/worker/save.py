@@ -297,14 +297,14 @@ class OpenSave:
         self._queued: list[tuple[Sequence[int], ReadyEvent | None]] = []
 
     def layers_done(
-        self, num_layers: int, ready: ReadyEvent | None = None, *, goes_on: bool = False
+        self, num_layers: int, ready: ReadyEvent | None = None, *, will_continue: bool = False
     ) -> None:
         """Says that the first `num_layers` layers of this rank's cache hold the tokens to save.
 
         ready: an event after which this is true; None: it is true after the work queued on the
           calling thread's current stream. A call is cheap: it does nothing until a range is whole.
-        goes_on: True if the thread will queue more work on the device, so that workers wait. When
-          all layers are done, a call with False lets them begin.
+        will_continue: True if the thread will queue more work on the device, so that workers wait.
+          When all layers are done, a call with False lets them begin.
         Raises SwapError while the stream is being captured into a graph.
         """
         num_whole = self._prompt.layout.num_whole_ranges(num_layers)
@@ -312,7 +312,7 @@ class OpenSave:
             if not self._waits_for_more(num_whole):
                 self._queue(num_whole, ready or self._order())
             self._num_whole = num_whole
-        if self._queued and not goes_on and self._num_queued == len(self._held):
+        if self._queued and not will_continue and self._num_queued == len(self._held):
             self._release_queued()
 
     def _queue(self, num_whole: int, ready: ReadyEvent | None) -> None:

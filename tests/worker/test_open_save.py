@@ -111,15 +111,15 @@ def test_no_worker_waits_for_the_model_while_computed_layers_wait_for_a_worker(
         assert jobs[n].wait(10).reason is None
 
 
-@pytest.mark.parametrize(("queued", "goes_on"), [((2, 4), False), ((2, 4, 6), True)])
+@pytest.mark.parametrize(("queued", "will_continue"), [((2, 4), False), ((2, 4, 6), True)])
 def test_ranges_behind_events_begin_when_the_thread_has_no_more_to_queue(
-    p, d, store, queued, goes_on
+    p, d, store, queued, will_continue
 ):
     """Workers that begin sooner would hold up the thread that queues the other layers."""
     keys = p.cache.keys(range(200))
     save = p.pool.begin_save(SavePlan(keys), P_BLOCKS)
     for num_layers in queued:
-        save.layers_done(num_layers, Event(has_fired=True), goes_on=goes_on)
+        save.layers_done(num_layers, Event(has_fired=True), will_continue=will_continue)
     other = p.pool.save(p.cache.keys(range(9)), P_BLOCKS)
     assert other.wait(10).reason is None
     assert num_stored(p, store, keys, 0) == 0

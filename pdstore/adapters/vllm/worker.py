@@ -354,7 +354,7 @@ class OpenSaves:
             num_layers = self._ends.get(name, 0)
             if num_layers and self._computed.issuperset(self.layers[:num_layers]):
                 for save in self._open:
-                    save.layers_done(num_layers, goes_on=not self.ends_late)
+                    save.layers_done(num_layers, will_continue=not self.ends_late)
 
     def end_step(self) -> None:
         """Lets the other layers be saved, and ends the step. If that fails, cancels the saves."""
