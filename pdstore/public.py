@@ -25,8 +25,9 @@ from pdstore.errors import (
 )
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
+from pdstore.format.identity import Identity, LayerSpec
 from pdstore.format.keys import MultimodalItem, Namespace, PromptKeys
-from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.format.layout import Layout, Pipeline
 from pdstore.format.plan import LoadPlan, SavePlan
 from pdstore.format.weights import weights_revision
 from pdstore.metrics import Metrics
@@ -53,6 +54,7 @@ __all__ = [
     "EngineRequest",
     "Handoff",
     "HandoffId",
+    "Identity",
     "IllegalCall",
     "Job",
     "JobEnd",

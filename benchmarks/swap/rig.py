@@ -14,7 +14,8 @@ import torch
 from benchmarks.swap.library import BenchLibrary
 from pdstore.errors import Direction, SwapError
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import Identity, LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.native.library import CopyPath, address_of
 from pdstore.worker.swap.base import BlockCopy
 from pdstore.worker.swap.native import NativeSwap, Packed
@@ -51,13 +52,9 @@ class Rig:
     def __init__(self, library: BenchLibrary, shape: SwapShape, n: int) -> None:
         self.shape, self.n = shape, n
         self._library = library
-        self.layout = Layout(
-            dtype="uint8",
-            rope="",
-            layers=(LayerSpec(1, shape.piece_bytes, value_dim=0, kind="mla"),) * shape.num_regions,
-            block_tokens=1,
-            engine_block_tokens=1,
-        )
+        layer = LayerSpec(1, shape.piece_bytes, value_dim=0, kind="mla")
+        identity = Identity("uint8", (layer,) * shape.num_regions, block_tokens=1, rope="")
+        self.layout = Layout(identity, engine_block_tokens=1)
         num_blocks = n + n // 4 + 1
         size = (shape.num_regions, num_blocks, 1, 1, shape.piece_bytes)
         self.cache = torch.empty(size, dtype=torch.uint8, device="cuda").random_()

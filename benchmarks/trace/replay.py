@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest
 from pdstore.errors import StoreFull
+from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import PromptKeys
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layout import Layout
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
 from pdstore.store.base import Slots, Store

@@ -33,7 +33,8 @@ from pdstore.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.settings import Settings, read_settings
 from pdstore.sizing import ModelShape
 from pdstore.store import open_store
@@ -122,7 +123,7 @@ def measure(settings: Settings, store: Store, shape: ModelShape | None) -> Findi
     layout = layout_of(settings, tried_shape)
     num_tokens = max(1, _TRIED_BYTES // tried_shape.kv_bytes() - 1)  # 255 for an 8B model
     try:
-        check_values_fit(store, layout)
+        check_values_fit(store, layout.geometry)
         if _is_full(store):
             return info("speed", "not measured: 32 MiB would push others' values out")
         tried = _try(settings, store, layout, num_tokens)
@@ -182,11 +183,14 @@ def layout_of(settings: Settings, shape: ModelShape) -> Layout:
 
 def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> Tried:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, layout.dtype)
-    tokens = layout.engine_block_tokens
-    shapes = [(1, tokens, spec.num_kv_heads, spec.channels) for spec in layout.layers]
+    identity = layout.identity
+    dtype = getattr(torch, identity.dtype)
+    shapes = [
+        (1, cells.entry_tokens, cells.num_heads, identity.layers[layer].channels)
+        for layer, cells in layout.geometry.caches.items()
+    ]
     caches = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    most = max(_STAGING, 32 * layout.block_bytes)  # pinning more would take long
+    most = max(_STAGING, 32 * identity.block_bytes)  # pinning more would take long
     own = settings.model_copy(update={"staging": ByteSize(min(settings.staging, most))})
     return self_test(own, layout, caches, num_tokens=num_tokens, store=store)
 

@@ -91,9 +91,11 @@ def _try(
     namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
     keys = PromptKeys(namespace).extend([secrets.randbelow(_MAX_ID) for _ in range(num_tokens)])
     names = keys.store_keys(layout.parts)
-    num = -(-num_tokens // layout.engine_block_tokens)
-    here, there = ([list(ids)] * layout.num_tables for ids in (range(num), range(num, 2 * num)))
-    caches = [_random_like(cache, 2 * num) for cache in kv_caches]
+    counts = [-(-num_tokens // entry_tokens) for entry_tokens in layout.geometry.tables]
+    here = [range(count) for count in counts]
+    there = [range(count, 2 * count) for count in counts]
+    tables = [cells.table for cells in layout.geometry.caches.values()]
+    caches = [_random_like(each, 2 * counts[n]) for each, n in zip(kv_caches, tables, strict=True)]
     seconds: dict[str, float] = {}
     with _timed("connect", seconds):
         _expect("connect", store.match(names), 0)
@@ -111,7 +113,9 @@ def _try(
         pool.close()
         with contextlib.suppress(StoreError):
             store.remove(names)
-    saved, loaded = (_prompt_of(caches, ids, num_tokens) for ids in (here[0], there[0]))
+    saved, loaded = (
+        _prompt_of(caches, [ids[n] for n in tables], num_tokens) for ids in (here, there)
+    )
     if not all(map(torch.equal, saved, loaded)):
         raise StepFailed("compare", "other bytes came back than were saved")
     with _timed("remove", seconds):
@@ -146,10 +150,13 @@ def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
 
 
 def _prompt_of(
-    caches: Sequence[torch.Tensor], blocks: Sequence[int], num_tokens: int
+    caches: Sequence[torch.Tensor], blocks: Sequence[range], num_tokens: int
 ) -> list[torch.Tensor]:
-    """Returns the bytes of a prompt's tokens in each cache."""
-    held = (cache[blocks[0] : blocks[-1] + 1].flatten(0, 1)[:num_tokens] for cache in caches)
+    """Returns the bytes of a prompt's tokens in each cache. blocks: those of each cache."""
+    held = (
+        cache[ids.start : ids.stop].flatten(0, 1)[:num_tokens]
+        for cache, ids in zip(caches, blocks, strict=True)
+    )
     return [tokens.contiguous().view(torch.uint8) for tokens in held]  # as bytes: NaN != NaN
 
 

@@ -25,12 +25,12 @@ class Continuation:
     block_tokens: the number of tokens in a block of the pool.
     needs: for each KV group or block table that does not need all earlier tokens, by its number:
       how many of the last tokens it needs.
-    block_entries: the number of entries of a block table that make up a block of the pool.
+    block_entries: for each block table, how many of its entries make up a block of the pool.
     """
 
     block_tokens: int
     needs: Mapping[int, int] = field(default_factory=dict)
-    block_entries: int = 1
+    block_entries: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def needs_all(self) -> bool:
@@ -61,8 +61,7 @@ class Continuation:
         """
         for stop in range(end // self.block_tokens, start // self.block_tokens, -1):
             num_tokens = stop * self.block_tokens
-            needed = {of: self.blocks(of, num_tokens) for of in self.needs}
-            if not any(self._has_gap(tables[of], blocks) for of, blocks in needed.items()):
+            if not any(self._has_gap(tables, number, num_tokens) for number in self.needs):
                 return num_tokens
         return start
 
@@ -71,18 +70,19 @@ class Continuation:
 
         Such a block cannot be loaded: a stored value is a whole block.
         """
-        for table in tables:
+        for number, table in enumerate(tables):
             num_gone = len(table) - table[::-1].index(NO_BLOCK) if NO_BLOCK in table else 0
-            if num_gone % self.block_entries:
+            if num_gone % self.block_entries[number]:
                 raise LayoutError(
                     f"a window begins inside a block of {self.block_tokens} tokens: the pool's"
                     " block must be the engine's, of"
-                    f" {self.block_tokens // self.block_entries}"
+                    f" {self.block_tokens // self.block_entries[number]}"
                 )
 
-    def _has_gap(self, table: Sequence[int], blocks: range) -> bool:
-        step = self.block_entries
-        return NO_BLOCK in table[blocks.start * step : blocks.stop * step]
+    def _has_gap(self, tables: BlockTables, number: int, num_tokens: int) -> bool:
+        """Returns whether a block table lacks an entry that it must have at `num_tokens` tokens."""
+        blocks, step = self.blocks(number, num_tokens), self.block_entries[number]
+        return NO_BLOCK in tables[number][blocks.start * step : blocks.stop * step]
 
 
 def needs_of(layers: Iterable[tuple[int, int | None]]) -> dict[int, int]:

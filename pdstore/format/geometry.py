@@ -1,80 +1,114 @@
-"""Geometry: what of an engine's paged cache each part of a block is, in cells and bytes."""
+"""Geometry: what lies where in the paged cache of one rank, in cells and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+
+from pdstore.format.keys import Part
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """The cells of one cache: of a layer, or of one piece of every page of a rank.
+
+    A cell is what is stored only as a whole: the bytes of some tokens, of one head. Mostly it has
+    one token; a packed page is a single cell.
+
+    table: the number of the block table that names the engine blocks of this cache.
+    entry_tokens: the number of tokens of an engine block, which is one entry of that table; a
+      multiple of `cell_tokens`.
+    cell_tokens: the number of tokens of a cell.
+    cell_bytes: the bytes of a cell.
+    num_heads: the number of KV heads that the rank has.
+    dtype: the name of the element type in torch, for a tensor [blocks, tokens, heads, channels].
+      None for a tensor of any type whose blocks are contiguous: each block is one cell.
+    """
+
+    table: int
+    entry_tokens: int
+    cell_tokens: int
+    cell_bytes: int
+    num_heads: int
+    dtype: str | None
+
+    @property
+    def entry_cells(self) -> int:
+        """The number of cells in one engine block, of one head."""
+        return self.entry_tokens // self.cell_tokens
+
+    def num_cells(self, num_tokens: int) -> int:
+        """Returns how many cells `num_tokens` tokens need, of one head."""
+        return -(-num_tokens // self.cell_tokens)
+
+    def in_pages(self) -> CacheGeometry:
+        """Returns the same cache with one cell for each engine block, of one head."""
+        page_bytes = self.entry_cells * self.cell_bytes
+        return replace(self, cell_bytes=page_bytes, cell_tokens=self.entry_tokens)
 
 
 @dataclass(frozen=True)
 class PartGeometry:
     """The cells of one part, in the paged cache of a rank that owns the part.
 
-    A cell is what is stored only as a whole: the bytes of some tokens, of one head in one layer.
-    Mostly it has one token; a packed page is a single cell. A payload has the cells in the order
-    `[layer][cell][head]`. Where an engine's page has several layers and heads, each piece of the
-    page is a cell, and counts as a layer with one head.
+    A payload has the cells in the order `[layer][cell][head]`. Where an engine's page has several
+    layers and heads, each piece of the page is a cell, and counts as a layer with one head.
 
-    layers: the numbers of the part's layers, or of its pieces, in order.
-    table: the number of the block table that names the engine blocks of these layers.
+    layers: the numbers of the part's caches (`Geometry.caches`), in order.
+    cache: the geometry of each of these caches; they are all equal.
     first_head, num_heads: the part's heads, counted among those that the rank has.
-    cell_bytes: the bytes of a cell.
-    cell_tokens: the number of tokens of a cell.
-    entry_tokens: the number of tokens of one entry of the block table, a multiple of `cell_tokens`.
     """
 
     layers: tuple[int, ...]
-    table: int
+    cache: CacheGeometry
     first_head: int
     num_heads: int
-    cell_bytes: int
-    cell_tokens: int
-    entry_tokens: int
-
-    @classmethod
-    def of_tokens(
-        cls, layers: Sequence[int], table: int, heads: range, token_bytes: int, entry_tokens: int
-    ) -> PartGeometry:
-        """Returns the cells of a part whose blocks may be cut after any token.
-
-        token_bytes: the bytes of one token, of one head in one layer.
-        """
-        return cls((*layers,), table, heads.start, len(heads), token_bytes, 1, entry_tokens)
-
-    def in_pages(self) -> PartGeometry:
-        """Returns the same part with one cell for each engine block, of one head in one layer."""
-        page_bytes = self.entry_cells * self.cell_bytes
-        return replace(self, cell_bytes=page_bytes, cell_tokens=self.entry_tokens)
-
-    def in_pieces(self, count: int) -> PartGeometry:
-        """Returns the same part with `count` equal cells for each engine block, of all layers."""
-        return replace(
-            self,
-            layers=tuple(range(count)),
-            first_head=0,
-            num_heads=1,
-            cell_bytes=self.payload_bytes(self.entry_tokens) // count,
-            cell_tokens=self.entry_tokens,
-        )
-
-    @property
-    def entry_cells(self) -> int:
-        """The number of cells in one engine block, of one head in one layer."""
-        return self.entry_tokens // self.cell_tokens
 
     @property
     def heads(self) -> slice:
         """The part's heads among those that the rank has."""
         return slice(self.first_head, self.first_head + self.num_heads)
 
-    def num_cells(self, num_tokens: int) -> int:
-        """Returns how many cells `num_tokens` tokens need, of one head in one layer."""
-        return -(-num_tokens // self.cell_tokens)
-
     def num_bytes(self, num_cells: int) -> int:
         """Returns the length in bytes of a payload with so many cells of each head and layer."""
-        return len(self.layers) * num_cells * self.num_heads * self.cell_bytes
+        return len(self.layers) * num_cells * self.num_heads * self.cache.cell_bytes
 
     def payload_bytes(self, num_tokens: int) -> int:
         """Returns the length in bytes of the payload of a block of `num_tokens` tokens."""
-        return self.num_bytes(self.num_cells(num_tokens))
+        return self.num_bytes(self.cache.num_cells(num_tokens))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What lies where on one rank: in its paged cache, and in the payloads of a pool's block.
+
+    block_tokens: the number of tokens in a block of the pool, a multiple of each table's entry.
+    tables: for each block table, the number of tokens of its entries: they are engine blocks.
+    caches: the rank's caches by number, in the order of the tensors that the engine gives: the
+      caches of layers, or of the pieces of every page.
+    parts: the parts that the rank saves and loads, in the order of their keys.
+    """
+
+    block_tokens: int
+    tables: tuple[int, ...]
+    caches: Mapping[int, CacheGeometry]
+    parts: Mapping[Part, PartGeometry]
+
+    @cached_property
+    def largest_payload_bytes(self) -> int:
+        return max(part.payload_bytes(self.block_tokens) for part in self.parts.values())
+
+    @property
+    def common_tokens(self) -> int:
+        """The number of tokens after which an entry ends in every block table, again and again."""
+        return lcm(*self.tables)
+
+    def block_entries(self, table: int) -> int:
+        """Returns how many entries of a block table make up a block of the pool."""
+        return self.block_tokens // self.tables[table]
+
+    def num_entries(self, table: int, num_tokens: int) -> int:
+        """Returns how many entries of a block table hold `num_tokens` tokens."""
+        return -(-num_tokens // self.tables[table])

@@ -73,7 +73,7 @@ def prefix_of(namespace: str) -> str:
 class Namespace:
     """The properties that must be equal if two instances are to share blocks, and their digest.
 
-    fields: the properties by name, as `Layout.namespace` makes them.
+    fields: the properties by name, as `Identity.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
     needs: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
@@ -155,7 +155,7 @@ def _digest(data: bytes) -> str:
 
 
 def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: Json) -> str:
-    """Returns the text for `Layout.rope`. Equal texts and weights give equal tokens equal KV.
+    """Returns the text for `Identity.rope`. Equal texts and weights give equal tokens equal KV.
 
     fields: the model's value for each name in SHAPING; None for a field that it does not have.
     max_model_len: the maximum number of tokens of a prompt; used only for LongRoPE.

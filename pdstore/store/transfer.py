@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from pdstore.errors import Direction, Reason, StoreError
+from pdstore.format.geometry import Geometry
 from pdstore.format.keys import BlockKey
-from pdstore.format.layout import Layout
 from pdstore.format.values import BlockRange, Values
 from pdstore.metrics import Metrics
 from pdstore.native.engine import Engine, Ticket
@@ -98,13 +98,20 @@ class Move(NamedTuple):
     first_token: int = 0
     on_store_error: Callable[[StoreError], bool] = lambda _: False
 
-    def tokens_before(self, layout: Layout) -> list[int]:
-        """Returns for each value how many tokens of its block come before `first_token`.
+    def cells_before(self, geometry: Geometry) -> list[int]:
+        """Returns for each value how many cells of its block come before `first_token`.
 
         That is 0 for every block except the one that contains `first_token`.
         """
-        first_block, before = divmod(self.first_token, layout.block_tokens)
-        return [before if number == first_block else 0 for number in self.values.numbers]
+        values = self.values
+        first_block, before = divmod(self.first_token, geometry.block_tokens)
+        if before == 0:
+            return [0] * len(values)
+        cells = {part: of.cache.num_cells(before) for part, of in geometry.parts.items()}
+        return [
+            cells[part] if number == first_block else 0
+            for part, number in zip(values.parts, values.numbers, strict=True)
+        ]
 
     def put(self, put: Callable[[], A], tries: int = 8) -> A:
         """Makes a put; makes it again if `on_store_error` has made room, which others may take."""
@@ -276,7 +283,7 @@ class TransferContext:
     call: makes each other call of a store that moves or finds values, so that wrappers see it.
     """
 
-    layout: Layout
+    geometry: Geometry
     store: Store
     copies: BlockCopies
     metrics: Metrics

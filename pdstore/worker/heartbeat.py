@@ -52,7 +52,7 @@ class Heartbeat:
         self._interval_s = interval_s
         is_first = 0 in layout.owned_shards and 0 in layout.held_layers
         self._is_mine = settings.publish and is_first
-        is_alone = len(layout.owned_shards) == layout.grid_shards and layout.num_stages == 1
+        is_alone = len(layout.owned_shards) == namespace.num_shards and layout.num_stages == 1
         self._others_timeout_s = 0.0 if is_alone else settings.deadline_s
         self._ends: dict[HandoffId, Deadline | None] = {}  # None while it is being saved
         self._numbers: dict[str, int] = {}  # the number of each instance's next beat

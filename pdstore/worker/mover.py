@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pdstore.errors import Cause, ConfigError, Reason, reasons_with
 from pdstore.format import block
+from pdstore.format.geometry import Geometry
 from pdstore.format.keys import BlockKey
 from pdstore.format.layout import Layout
 from pdstore.format.plan import SavePlan
@@ -123,16 +124,16 @@ def open_mover(
     ConfigError or LayoutError for staging that is too small.
     """
     store = seal_store(store, settings)
-    check_values_fit(store, layout)
+    check_values_fit(store, layout.geometry)
     heals = settings.publish and settings.role != "decode"
     # D does not remove values of another seal key: it does not save prompts again, and its own key
     # may be the wrong one
     removed = reasons_with(Cause.BAD_VALUE, *([Cause.SEALED] if heals else []))
     opener = _Opener(settings, swap, undo)
     context = TransferContext(
-        layout,
+        layout.geometry,
         store,
-        SwapCopies(layout, swap),
+        SwapCopies(layout.geometry, swap),
         metrics,
         removed,
         range_bytes,
@@ -169,7 +170,7 @@ class _Opener:
         return StagedTransfer(context, self._staging, split, sealer)
 
     def _open_staging(self, context: TransferContext) -> Staging:
-        payload_bytes = context.layout.largest_payload_bytes
+        payload_bytes = context.geometry.largest_payload_bytes
         num_bytes = int(self._settings.staging)
         staging = Staging(context.store.allocate, payload_bytes, num_bytes, self._swap.registrar)
         metrics = context.metrics
@@ -180,11 +181,11 @@ class _Opener:
         return staging
 
 
-def check_values_fit(store: Store, layout: Layout) -> None:
-    """Raises ConfigError, with what to set, if the store can never take a block of the layout."""
-    why = store.why_too_long(block.HEADER_BYTES + layout.largest_payload_bytes)
+def check_values_fit(store: Store, geometry: Geometry) -> None:
+    """Raises ConfigError, with what to set, if the store can never take a block of the pool."""
+    why = store.why_too_long(block.HEADER_BYTES + geometry.largest_payload_bytes)
     if why is not None:
         raise ConfigError(
-            f"{why}; or store blocks of less than {layout.block_tokens} tokens"
+            f"{why}; or store blocks of less than {geometry.block_tokens} tokens"
             " (PDSTORE_BLOCK_TOKENS, the same for P and D)"
         )

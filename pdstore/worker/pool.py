@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -239,7 +239,7 @@ class KVPool:
         """
         keys, first_token, follow = plan.keys, plan.first_token, plan.follow
         first_block = self._first_block(keys, first_token)
-        engine_block = self.layout.engine_block_tokens
+        engine_block = self.layout.geometry.common_tokens
         if first_token % engine_block:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
         num_blocks = self._swap.num_blocks
@@ -277,7 +277,7 @@ class KVPool:
         `save` does this itself for a hand-off that it cannot complete.
         """
         self._heartbeat.end_beats(handoff)
-        marker = handoff.marker(self.namespace, 0, self.layout.grid_shards, 0)
+        marker = handoff.marker(self.namespace, 0, self.namespace.num_shards, 0)
         return self._put_marker(handoff.failed(self.namespace), marker)
 
     @property
@@ -300,7 +300,7 @@ class KVPool:
 
     def _put_started(self, announced: Announcement) -> Job:
         handoff, num_tokens = announced
-        marker = handoff.started_marker(self.namespace, self.layout.grid_shards, num_tokens)
+        marker = handoff.started_marker(self.namespace, self.namespace.num_shards, num_tokens)
         return self._put_marker(handoff.started(self.namespace), marker)
 
     def _put_marker(self, key: BlockKey, marker: Header) -> Job:
@@ -367,13 +367,13 @@ def tables_of(
     layout: Layout,
     num_tokens: int,
     block_ids: Sequence[int] | BlockTables,
-    num_blocks: int,
+    num_blocks: Mapping[int, int],
     first_block: int = 0,
 ) -> Tables:
     """Returns the block tables of a prompt; a plain list of ids stands for a single table.
 
     Tables that are arrays of int64 are not copied, so nobody may change them.
-    num_blocks: the number of engine blocks in the paged cache.
+    num_blocks: as in `Swap`; a table without a number is not checked, as nothing of it is copied.
     first_block: index of the first block of this job; table entries before it are not checked.
     Raises LayoutError for tables that do not fit.
     """
@@ -391,20 +391,20 @@ def tables_of(
             )
         except TypeError as error:
             raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
-    if len(tables) != layout.num_tables:
-        raise LayoutError(f"{len(tables)} block tables; the layout has {layout.num_tables}")
-    need = -(-num_tokens // layout.engine_block_tokens)
-    first = first_block * layout.block_tokens // layout.engine_block_tokens
+    geometry = layout.geometry
+    if len(tables) != len(geometry.tables):
+        raise LayoutError(f"{len(tables)} block tables; the layout has {len(geometry.tables)}")
     for number, table in enumerate(tables):
+        need = geometry.num_entries(number, num_tokens)
         if len(table) < need:
             raise LayoutError(
                 f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
             )
-        used = table[first:need]
+        used = table[first_block * geometry.block_entries(number) : need]
         lowest = NO_BLOCK if number in layout.continuation.needs else 0
-        if used and not lowest <= min(used) <= max(used) < num_blocks:
+        limit = num_blocks.get(number)
+        if used and limit is not None and not lowest <= min(used) <= max(used) < limit:
             raise LayoutError(
-                f"block ids {min(used)}..{max(used)} are not all in the cache of"
-                f" {num_blocks} blocks"
+                f"block ids {min(used)}..{max(used)} are not all in the cache of {limit} blocks"
             )
     return tables

@@ -242,9 +242,9 @@ class SaveWork(Work[_SaveRange]):
         self, turn: WorkerTurn, handoff: HandoffId, keys: Mapping[int, BlockKey]
     ) -> Reason | None:
         """Puts markers under the keys of some shards."""
-        namespace, num_shards = self.prompt.keys.namespace, self.prompt.layout.grid_shards
+        namespace = self.prompt.keys.namespace
         markers = {
-            key: handoff.marker(namespace, shard, num_shards, self._progress)
+            key: handoff.marker(namespace, shard, namespace.num_shards, self._progress)
             for shard, key in keys.items()
         }
         return self.mover.mark(turn, markers)

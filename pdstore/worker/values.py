@@ -31,11 +31,6 @@ class PromptBlocks:
     _made: dict[int | None, Values] = field(default_factory=dict, init=False)  # by layer range
     _making: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    @property
-    def _per_block(self) -> int:
-        """The number of engine blocks that make a block of the pool."""
-        return self.layout.block_tokens // self.layout.engine_block_tokens
-
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
         """Returns the values of some blocks, of one layer range or (None) of all layers.
 
@@ -89,26 +84,31 @@ class PromptBlocks:
 
     def _of_length(self, num_tokens: int, blocks: BlockRange) -> Values:
         """Returns the values of blocks that all have `num_tokens` tokens."""
-        layout, keys = self.layout, self.keys
-        parts = layout.owned_parts
-        geometries = [layout.geometry[part] for part in parts]
+        keys, geometry = self.keys, self.layout.geometry
+        parts, caches = [*geometry.parts], [of.cache for of in geometry.parts.values()]
         headers = [self._header(part, num_tokens) for part in parts]
         starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
-        tables = [self.tables[each.table] for each in geometries]
-        used = -(-num_tokens // layout.engine_block_tokens)
-        step = self._per_block
-        firsts = [number * step for number in range(*blocks)]
-        count, num_values = len(firsts), len(firsts) * len(parts)
+        entries = {
+            number: self._entries(number, num_tokens, blocks)
+            for number in {cache.table for cache in caches}
+        }
+        count = len(range(*blocks))
         return Values(
             keys=keys.store_keys(parts, *blocks),
             header_prefixes=[start + name for name in keys.hashes(*blocks) for start in starts],
             sizes=[block.HEADER_BYTES + header.payload_bytes for header in headers] * count,
             numbers=[n for n in range(*blocks) for _ in parts],
-            parts=[*parts] * count,
-            block_ids=[table[at : at + used] for at in firsts for table in tables],
-            num_cells=[each.num_cells(num_tokens) for each in geometries] * count,
-            num_counted=[0] * num_values,
+            parts=parts * count,
+            block_ids=[entries[of.table][i] for i in range(count) for of in caches],
+            num_cells=[cache.num_cells(num_tokens) for cache in caches] * count,
+            num_counted=[0] * (count * len(parts)),
         )
+
+    def _entries(self, table: int, num_tokens: int, blocks: BlockRange) -> list[Sequence[int]]:
+        """Returns for each block the entries of a block table that hold its `num_tokens` tokens."""
+        geometry, ids = self.layout.geometry, self.tables[table]
+        step, used = geometry.block_entries(table), geometry.num_entries(table, num_tokens)
+        return [ids[number * step : number * step + used] for number in range(*blocks)]
 
     def _header(self, part: Part, num_tokens: int) -> block.Header:
         layout = self.layout
@@ -116,7 +116,7 @@ class PromptBlocks:
             flags=block.FLAG_TAIL if num_tokens < layout.block_tokens else 0,
             group=part.group,
             shard=part.shard,
-            num_shards=layout.shards_of(part.group),
+            num_shards=layout.identity.shards_of(part.group),
             num_tokens=num_tokens,
             payload_bytes=layout.payload_bytes(part, num_tokens),
             namespace=self.keys.namespace.digest,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pdstore.errors import LayoutError
 from pdstore.format.continuation import NO_BLOCK, Continuation, needs_of
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.settings import read_settings
 
 BLOCK = 4
@@ -36,16 +37,20 @@ def test_full_attention_a_window_and_a_state_need_all_some_and_the_last_block():
     first_there=st.lists(st.integers(0, 25), min_size=2, max_size=2),
     end=st.integers(0, 100),
     start_block=st.integers(0, 25),
-    step=st.sampled_from([1, 2]),
+    steps=st.lists(st.sampled_from([1, 2, 3]), min_size=3, max_size=3),
 )
 def test_an_engine_goes_on_from_the_last_end_before_which_all_needed_blocks_are_there(
-    first_there, end, start_block, step
+    first_there, end, start_block, steps
 ):
-    """Compared with each token looked at alone, for tables whose first blocks were given back."""
+    """Compared with each token looked at alone, for tables whose first blocks were given back.
+
+    steps: how many entries of each table make a block of the pool.
+    """
     start = start_block * BLOCK
     gone = {SLIDING: first_there[0], STATE: first_there[1]}
-    tables = [[7] * 25 * step for _ in range(3)]
+    tables = [[7] * 25 * step for step in steps]
     for of, count in gone.items():
+        step = steps[of]
         tables[of][: count * step] = [NO_BLOCK] * min(count * step, 25 * step)
 
     def can_go_on(stop: int) -> bool:
@@ -56,7 +61,7 @@ def test_an_engine_goes_on_from_the_last_end_before_which_all_needed_blocks_are_
         )
 
     stops = [n for n in range(start + 1, end + 1) if n % BLOCK == 0 and can_go_on(n)]
-    asked = Continuation(BLOCK, EACH.needs, step)
+    asked = Continuation(BLOCK, EACH.needs, dict(enumerate(steps)))
     assert asked.usable_end(tables, end, start) == max(stops, default=start)
 
 
@@ -71,12 +76,12 @@ def test_a_table_needs_what_each_of_its_layers_needs():
 
 
 def test_a_block_that_is_there_in_part_is_refused():
-    pairs = Continuation(BLOCK, {SLIDING: 6}, block_entries=2)
+    pairs = Continuation(BLOCK, {SLIDING: 6}, block_entries={FULL: 1, SLIDING: 2})
     for num_gone in (0, 2, 4):
-        pairs.check_gaps([[7] * 6, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
+        pairs.check_gaps([[7] * 3, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
     for num_gone in (1, 3, 5):
         with pytest.raises(LayoutError, match=r"block of 4 tokens: the pool's .* engine's, of 2"):
-            pairs.check_gaps([[7] * 6, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
+            pairs.check_gaps([[7] * 3, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
 
 
 @pytest.mark.parametrize(("window", "size"), [(None, 64), (40, 16)])

@@ -5,31 +5,33 @@ from __future__ import annotations
 import pytest
 
 from pdstore.errors import LayoutError
+from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import Part
-from pdstore.format.layout import LayerSpec, Layout
+from tests.support.kv import flat_layout
 
 FULL, MLA = LayerSpec(8, 128), LayerSpec(1, 576, value_dim=0, kind="mla", table=1)
 
 
 def geometry_of(part, **changes):
     given = {"layers": (FULL, MLA, FULL), "block_tokens": 64, "engine_block_tokens": 16}
-    return Layout(dtype="bfloat16", rope="", **{**given, **changes}).geometry[part]
+    made = flat_layout(dtype="bfloat16", rope="", **{**given, **changes})
+    return made.geometry.parts[part]
 
 
 def test_without_pages_each_token_is_a_cell():
     full, mla = (geometry_of(Part(group, 0)) for group in (0, 1))
-    assert (full.layers, full.table, full.cell_bytes) == ((0, 2), 0, 256 * 2)
-    assert (mla.layers, mla.table, mla.cell_bytes) == ((1,), 1, 576 * 2)
-    assert [full.num_cells(n) for n in (0, 1, 16, 17, 64)] == [0, 1, 16, 17, 64]
-    assert full.entry_cells == mla.entry_cells == 16
+    assert (full.layers, full.cache.table, full.cache.cell_bytes) == ((0, 2), 0, 256 * 2)
+    assert (mla.layers, mla.cache.table, mla.cache.cell_bytes) == ((1,), 1, 576 * 2)
+    assert [full.cache.num_cells(n) for n in (0, 1, 16, 17, 64)] == [0, 1, 16, 17, 64]
+    assert full.cache.entry_cells == mla.cache.entry_cells == 16
     assert full.payload_bytes(5) == 2 * 5 * 8 * 256 * 2
     assert mla.payload_bytes(64) == 64 * 576 * 2
 
 
 def test_a_packed_page_of_one_head_is_one_cell_and_a_tail_has_a_whole_page():
     packed = geometry_of(Part(0, 0), layers=(FULL,) * 3, block_tokens=16, page="packed")
-    assert (packed.cell_bytes, packed.entry_cells) == (16 * 256 * 2, 1)
-    assert [packed.num_cells(n) for n in (1, 16, 17)] == [1, 1, 2]
+    assert (packed.cache.cell_bytes, packed.cache.entry_cells) == (16 * 256 * 2, 1)
+    assert [packed.cache.num_cells(n) for n in (1, 16, 17)] == [1, 1, 2]
     assert packed.payload_bytes(1) == packed.payload_bytes(16) == 3 * 8 * 16 * 256 * 2
     assert packed.num_bytes(1) == packed.payload_bytes(16)
 
@@ -48,7 +50,7 @@ def test_a_page_in_pieces_has_as_many_bytes_as_its_layers_and_heads(num_pieces):
     whole = geometry_of(Part(0, 1), tp_size=2, tp_rank=1, **changes)
     split = geometry_of(Part(0, 1), tp_size=2, tp_rank=1, num_pieces=num_pieces, **changes)
     assert (split.layers, split.heads) == (tuple(range(num_pieces)), slice(0, 1))
-    assert split.cell_bytes * num_pieces == whole.payload_bytes(16) == split.payload_bytes(1)
+    assert split.cache.cell_bytes * num_pieces == whole.payload_bytes(16) == split.payload_bytes(1)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 
 from pdstore.errors import LayoutError
+from pdstore.format.identity import LayerSpec, groups_of, range_of
 from pdstore.format.keys import Part
-from pdstore.format.layout import LayerSpec, Layout, Pipeline, groups_of, range_of
+from pdstore.format.layout import Layout, Pipeline
 from pdstore.settings import read_settings
+from tests.support.kv import flat_layout
 
 SETTINGS = read_settings(block_tokens=64)
 FULL = LayerSpec(8, 128)
@@ -18,7 +20,7 @@ MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
 
 
 def layout(**changes) -> Layout:
-    return Layout(
+    return flat_layout(
         **{
             "dtype": "bfloat16",
             "layers": (FULL, SLIDING, FULL),
@@ -62,7 +64,8 @@ def test_numbers_that_do_not_fit_are_refused(changes, word):
 def test_a_range_is_whole_with_its_last_layer_and_not_before(num_ranges):
     many = layout(layers=(FULL,) * 7, num_ranges=num_ranges)
     for done in range(8):
-        whole = {many.range_of(n) for n in range(7)} - {many.range_of(n) for n in range(done, 7)}
+        ranges = [many.identity.range_of(n) for n in range(7)]
+        whole = {*ranges} - {*ranges[done:]}
         assert many.num_whole_ranges(done) == len(whole)
 
 
@@ -72,7 +75,7 @@ def test_the_number_of_ranges_follows_from_the_size_of_a_block(num_layers, num_r
     made = Layout.of(
         SETTINGS, dtype="bfloat16", layers=[spec] * num_layers, engine_block_tokens=16, rope=""
     )
-    assert made.num_ranges == num_ranges
+    assert made.identity.num_ranges == num_ranges
 
 
 @pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
@@ -86,10 +89,8 @@ def test_ranks_own_whole_shards_and_all_of_them_together():
     ranks = [layout(num_shards=4, tp_size=2, tp_rank=r) for r in range(2)]
     owned = [part for rank in ranks for part in rank.owned_parts]
     assert sorted(owned) == sorted(ranks[0].parts)
-    assert [ranks[1].heads_of(p) for p in ranks[1].owned_parts if p.group == 0] == [
-        range(0, 2),
-        range(2, 4),
-    ]
+    full = [of for part, of in ranks[1].geometry.parts.items() if part.group == 0]
+    assert [of.heads for of in full] == [slice(0, 2), slice(2, 4)]
 
 
 def test_a_stage_owns_the_parts_of_its_layers_and_all_ranks_together_all_of_them():

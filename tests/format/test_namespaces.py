@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout, Pipeline
 from pdstore.settings import read_settings
 
 PINNED = json.loads((Path(__file__).parent / "vectors" / "namespaces.json").read_text())

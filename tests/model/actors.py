@@ -22,8 +22,9 @@ from pdstore.errors import (
 )
 from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
 from pdstore.format.handoff import Handoff, HandoffId
+from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layout import Layout
 from pdstore.format.plan import SavePlan
 from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWait, Verdict
@@ -89,7 +90,7 @@ class Rank:
         self.layout, self.caches = layout, list(caches)
         self.swap = TorchSwap(layout, self.caches)
         self.staging = Staging(
-            lambda size: memoryview(bytearray(size)), layout.largest_payload_bytes, 1 << 16
+            lambda size: memoryview(bytearray(size)), layout.geometry.largest_payload_bytes, 1 << 16
         )
 
 
@@ -340,10 +341,10 @@ class Actors:
 
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)
-        copies = SwapCopies(rank.layout, swap)
+        copies = SwapCopies(rank.layout.geometry, swap)
         removed = reasons_with(Cause.BAD_VALUE)
         context = TransferContext(
-            rank.layout, store, copies, self._metrics, removed, 1, pin=None, staged=None
+            rank.layout.geometry, store, copies, self._metrics, removed, 1, pin=None, staged=None
         )
         return Mover(context, StagedTransfer(context, rank.staging, Split(1)))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdstore.errors import DeviceError, Direction, LayoutError, SwapError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
 from pdstore.native import library as abi
 from pdstore.native.engine import Engine
 from pdstore.native.library import CopyPath, address_of
@@ -200,7 +200,7 @@ for module in holder, pdstore.native.engine:  # the later a module came, the soo
 )
 @pytest.mark.parametrize("device", [-2, 99, 2**31 - 1])
 def test_a_missing_device_fails_the_constructor(device):
-    layout = Layout(
+    layout = layout_of(
         dtype="uint8", rope="", layers=(LayerSpec(1, 4),), block_tokens=1, engine_block_tokens=1
     )
     with pytest.raises(DeviceError, match="no CUDA device"):

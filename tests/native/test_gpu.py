@@ -9,7 +9,7 @@ import torch
 
 from pdstore.errors import Direction, LayoutError, Reason, SwapError
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
 from pdstore.native.library import CopyPath, address_of
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
@@ -20,7 +20,7 @@ from pdstore.worker.transfer.staging import Staging
 from tests.support import kv, native_kit
 from tests.support.arena_kit import place_of
 from tests.support.gpu_kit import gpu_instance, rig, spin
-from tests.support.swap_case import POISON, Case, host_memory, view_of
+from tests.support.swap_case import POISON, Case, host_memory, layout_of, view_of
 
 pytestmark = [pytest.mark.cuda, native_kit.needs_gpu]
 
@@ -197,7 +197,7 @@ def test_host_memory_that_is_not_registered_is_refused(library):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("odd", [0, 3])
 def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
-    layout = Layout(
+    layout = layout_of(
         dtype="uint8",
         rope="",
         layers=(LayerSpec(1, 65536, value_dim=0, kind="mla"),) * 3,
@@ -233,7 +233,7 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
 def test_staging_is_pinned_in_pieces_and_every_slot_can_be_copied(library):
     case, swap, host, _ = rig(library)
     store = MemoryStore()
-    payload = case.layout.largest_payload_bytes
+    payload = case.layout.geometry.largest_payload_bytes
     staging = Staging(store.allocate, payload, 64 << 20, swap.registrar, span_bytes=1 << 20)
     staging.memory.ready(60)
     part, step = case.layout.parts[0], staging.slot_bytes

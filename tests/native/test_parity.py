@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdstore.errors import SwapError
 from pdstore.format.block import HEADER_BYTES, checksum
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.native.arena import ValueBatch
 from pdstore.native.library import CopyPath, address_of
 from pdstore.store.arena.store import ArenaStore
@@ -44,7 +45,7 @@ def layouts(draw) -> Layout:
         LayerSpec(1, draw(st.integers(1, 90)), value_dim=0, kind="mla"),
     ]
     layers = draw(st.lists(st.sampled_from(specs), min_size=1, max_size=9))
-    return Layout(
+    return layout_of(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
         rope="",
         layers=tuple(layers),
@@ -57,7 +58,7 @@ def layouts(draw) -> Layout:
 @st.composite
 def deep_layouts(draw) -> Layout:
     """Up to 80 layers, and with K and V apart twice the regions; copies from 3 bytes on."""
-    return Layout(
+    return layout_of(
         dtype="uint8",
         rope="",
         layers=(LayerSpec(1, draw(st.integers(3, 24)), value_dim=draw(st.integers(0, 9))),)
@@ -73,7 +74,7 @@ def wide_layouts(draw) -> Layout:
     tokens = draw(st.sampled_from([1, 4, 16]))
     most = (256 << 10) // tokens
     width = draw(st.one_of(st.sampled_from([most, most - 1]), st.integers(1000, most)))
-    return Layout(
+    return layout_of(
         dtype="uint8",
         rope="",
         layers=(LayerSpec(1, width, value_dim=0, kind="mla"),) * draw(st.integers(1, 3)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdstore.format.layout import LayerSpec
+from pdstore.format.identity import LayerSpec
 from pdstore.native.library import CopyPath, address_of
 from pdstore.worker.swap.native import NativeSwap
 from tests.support import kv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 
 from pdstore import KVPool, LayerSpec, Layout, Namespace, PrefixCacheManager, Settings, Store
 from pdstore.format.handoff import Handoff
+from pdstore.format.identity import Identity
 from pdstore.format.keys import Json
 from pdstore.format.layout import Pipeline
 from pdstore.settings import LOOKUP_TIMEOUT_S, read_settings
@@ -30,13 +32,26 @@ def settings_of(**changes: object) -> Settings:
     )
 
 
-def caches_of(layout: Layout, num_blocks: int = 64, fill: float | None = None) -> list:
-    """Returns a cache for each held layer, random or `fill`: [block, token, head, channel]."""
+def flat_layout(**fields: object) -> Layout:
+    """Returns a layout from the fields of `Identity` and of `Layout` together."""
+    of_identity = {field.name for field in dataclasses.fields(Identity)}
+    identity = {name: fields.pop(name) for name in [*fields] if name in of_identity}
+    return Layout(Identity(**identity), **fields)
+
+
+def caches_of(
+    layout: Layout, num_blocks: int | Sequence[int] = 64, fill: float | None = None
+) -> list:
+    """Returns a cache for each held layer, random or `fill`: [block, token, head, channel].
+
+    num_blocks: for each block table, or a single number for all of them.
+    """
     caches = []
-    for n in layout.held_layers:
-        channels = layout.layers[n].channels
-        shape = (num_blocks, layout.engine_block_tokens, layout.local_heads(n), channels)
-        dtype = getattr(torch, layout.dtype)
+    for n, cells in layout.geometry.caches.items():
+        channels = layout.identity.layers[n].channels
+        count = num_blocks if isinstance(num_blocks, int) else num_blocks[cells.table]
+        shape = (count, cells.entry_tokens, cells.num_heads, channels)
+        dtype = getattr(torch, layout.identity.dtype)
         cache = torch.randn(shape) if fill is None else torch.full(shape, fill)
         caches.append(cache.to(dtype))
     return caches
@@ -54,11 +69,11 @@ class Instance:
         store: Store,
         fill: float | None = None,
         *,
-        engine_block_tokens: int = 16,
+        engine_block_tokens: int | Sequence[int] = 16,
         layers: Sequence[LayerSpec] = LAYERS,
         weights: str = "w",
         range_bytes: int = RANGE_BYTES,
-        num_blocks: int = 64,
+        num_blocks: int | Sequence[int] = 64,
         pipeline: Pipeline | None = None,
         swap: Callable[[Layout, list], Swap] | None = None,
         max_jobs: int = MAX_JOBS,

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from pdstore.errors import Direction
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout
 from pdstore.native.library import CopyPath, address_of
 from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from pdstore.worker.swap.native import NativeSwap
+from tests.support.kv import flat_layout
 
 POISON = 0xA5
 SIZES = ("copy_out_bytes", "copy_in_bytes", "stage_out_bytes", "stage_in_bytes")
@@ -39,10 +41,11 @@ class Case:
     def of(cls, layout, num_blocks, device, *, split, heads_outer, pad, offset, seed=0) -> Case:
         shapes = []
         at = offset
-        for n, spec in enumerate(layout.layers):
+        for n, cells in layout.geometry.caches.items():
+            spec = layout.identity.layers[n]
             widths = [spec.head_dim, spec.channels - spec.head_dim] if split else [spec.channels]
             for width in filter(None, widths):
-                heads, tokens = layout.local_heads(n), layout.engine_block_tokens
+                heads, tokens = cells.num_heads, cells.entry_tokens
                 inner = width + (pad if pad % 2 else 0)
                 strides = (
                     (tokens * heads * inner + pad, inner, tokens * inner, 1)
@@ -52,10 +55,10 @@ class Case:
                 shapes.append((n, at, (num_blocks, tokens, heads, width), strides))
                 at += num_blocks * strides[0] + pad
         generator = torch.Generator().manual_seed(seed)
-        bytes_ = torch.randint(0, 256, (at * layout.itemsize,), generator=generator)
+        bytes_ = torch.randint(0, 256, (at * layout.identity.itemsize,), generator=generator)
         buffer = bytes_.to(torch.uint8).to(device)
-        flat = buffer.view(getattr(torch, layout.dtype))
-        layers: list[list[torch.Tensor]] = [[] for _ in layout.layers]
+        flat = buffer.view(getattr(torch, layout.identity.dtype))
+        layers: list[list[torch.Tensor]] = [[] for _ in layout.geometry.caches]
         for n, start, shape, strides in shapes:
             layers[n].append(torch.as_strided(flat, shape, strides, start))
         caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
@@ -84,7 +87,7 @@ def native_of(library, case, device, **options) -> NativeSwap:
 
 
 def layout_of(**changes) -> Layout:
-    return Layout(
+    return flat_layout(
         **{
             "dtype": "bfloat16",
             "rope": "",

@@ -111,7 +111,7 @@ def begun(p):
     handoff, _ = p.cache.announce(keys)
     plan = SavePlan(keys, handoff=handoff, announce=Announcement(handoff, keys.num_tokens))
     save = p.pool.begin_save(plan, P_BLOCKS)
-    save.layers_done(len(p.layout.layers))
+    save.layers_done(len(p.layout.held_layers))
     return save, handoff
 
 

@@ -286,6 +286,6 @@ def test_a_flush_waits_for_a_save_whose_layers_are_not_released(p):
     opened = p.pool.begin_save(SavePlan(p.cache.keys(range(100))), D_BLOCKS)
     with pytest.raises(TimeoutError):
         p.pool.flush(0.05)
-    opened.layers_done(len(p.layout.layers))
+    opened.layers_done(len(p.layout.held_layers))
     p.pool.flush(30)
     assert opened.job.durable

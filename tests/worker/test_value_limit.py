@@ -49,11 +49,11 @@ def test_a_pool_refuses_an_arena_whose_slabs_hold_no_block_and_says_what_to_set(
 def test_a_value_that_just_fits_is_taken_and_its_envelope_counts(tmp_path):
     settings = settings_of(seal_key_file=write_seal_key(tmp_path / "seal.key"))
     layout, plain = layout_of(settings), HEADER_BYTES + BLOCK_BYTES
-    check_values_fit(Limited(plain), layout)
-    check_values_fit(seal_store(Limited(plain + ENVELOPE_BYTES), settings), layout)
+    check_values_fit(Limited(plain), layout.geometry)
+    check_values_fit(seal_store(Limited(plain + ENVELOPE_BYTES), settings), layout.geometry)
     for store in (Limited(plain - 1), seal_store(Limited(plain + ENVELOPE_BYTES - 1), settings)):
         with pytest.raises(ConfigError, match="it is too long; or store blocks of less than 64"):
-            check_values_fit(store, layout)
+            check_values_fit(store, layout.geometry)
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ import torch
 
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.identity import Identity, LayerSpec
 from pdstore.format.keys import HASH_BYTES, SHAPING, PromptKeys, canonical, shaping
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layout import Layout
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -43,7 +44,7 @@ class ServedModel(NamedTuple):
 
     dtype: torch's name of the KV cache's element type.
     weights: the weights' revision.
-    rope: as `Layout` takes it.
+    rope: as `Identity` takes it.
     quantization: SGLang's arguments about quantization and KV scales; None if none of them is set.
     """
 
@@ -242,19 +243,16 @@ class HostPages:
             halves = [each for half in halves for each in half]
         num_pages = pool.size // pool.page_size
         caches = [half.view(torch.uint8).view(num_pages, -1) for half in halves]
-        layout = Layout(
+        identity = Identity(
             dtype=served.dtype,
             layers=(layer,) * pool.layer_num,
             block_tokens=pool.page_size,
-            engine_block_tokens=pool.page_size,
             rope=served.rope,
             quantization=served.quantization,
             page=f"sglang:{pool.layout}",  # its name for the order of bytes in a page
             num_shards=tp_size,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            num_pieces=len(caches),
         )
+        layout = Layout(identity, pool.page_size, tp_rank, tp_size, num_pieces=len(caches))
         return cls(layout, caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
@@ -262,7 +260,7 @@ class HostPages:
 
         Raises LayoutError for tokens that are not `num_pages` whole pages.
         """
-        tokens = self.layout.engine_block_tokens
+        tokens = self.layout.block_tokens
         firsts = host_indices[::tokens]
         if len(host_indices) != num_pages * tokens or bool((firsts % tokens).any()):
             raise LayoutError(f"{len(host_indices)} tokens are not {num_pages} pages of {tokens}")

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from pdstore.adapters.vllm.contents import Content
 from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import SHAPING, Json, PromptKeys, canonical, shaping
-from pdstore.format.layout import LayerSpec, Layout, Pipeline
+from pdstore.format.layout import Layout, Pipeline
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
@@ -178,7 +179,7 @@ def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Se
     """
     parallel = vllm_config.parallel_config
     splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
-    return () if splits or layout.draft_layers else names
+    return () if splits or layout.identity.draft_layers else names
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:

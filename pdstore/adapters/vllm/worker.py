@@ -128,7 +128,7 @@ class PDStoreConnectorWorker:
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
-        block_tokens = rows_per_block * pool.layout.engine_block_tokens
+        block_tokens = rows_per_block * pool.layout.geometry.common_tokens
         self._rank_layout = RankLayout(pool.namespace, block_tokens)
         config = self.vllm_config
         overlaps = config.max_concurrent_batches > 1  # vLLM takes 10 ms to find this out

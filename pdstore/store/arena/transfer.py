@@ -72,9 +72,9 @@ class ArenaTransfer(Transfer):
         self._context = context
         self._copies = copies
         self._arena = arena
-        largest = block.HEADER_BYTES + context.layout.largest_payload_bytes
+        largest = block.HEADER_BYTES + context.geometry.largest_payload_bytes
         turn_bytes = self.split.at_once * self.split.range_bytes
-        self._window = max(len(context.layout.owned_parts), -(-turn_bytes // largest))
+        self._window = max(len(context.geometry.parts), -(-turn_bytes // largest))
 
     @contextlib.contextmanager
     def slots(self, turn: Turn, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:

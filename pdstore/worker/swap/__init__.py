@@ -30,7 +30,7 @@ def open_swap(settings: Settings, layout: Layout, kv_caches: Sequence[LayerCache
     Raises ConfigError if the native library is required and missing; LayoutError for tensors that
     do not fit the layout; DeviceError or SwapError if the device refuses a call of the library.
     """
-    device = next(iter(caches_as_bytes(layout, kv_caches).values()))[0].device
+    device = caches_as_bytes(layout.geometry, kv_caches).device
     library = None
     if device.type in ("cpu", "cuda"):
         library = load_library(settings, for_gpu=device.type == "cuda")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ import torch
 from pdstore.async_runner import CudaApi
 from pdstore.errors import Direction, LayoutError
 from pdstore.format.block import checksum
+from pdstore.format.geometry import CacheGeometry, Geometry
 from pdstore.format.keys import Part
 from pdstore.format.layout import Layout
 
@@ -30,7 +31,8 @@ class BlockCopy(NamedTuple):
     block_ids: the engine blocks that hold the block's tokens, in order.
     num_tokens: the number of the block's tokens; a cell of several tokens, such as a packed page,
       counts as one token here.
-    first_token: scatter does not write tokens before it; a multiple of the engine's block size.
+    first_token: scatter does not write tokens before it, counted in the same way; a multiple of
+      the engine's block size.
     payload: `Layout.payload_bytes` writable bytes of host memory. Any memory will do, unless
       `Swap.registrar` has to pin it.
     """
@@ -99,7 +101,8 @@ class Swap(ABC):
     """
 
     device: torch.device
-    num_blocks: int
+    num_blocks: Mapping[int, int]
+    """The number of engine blocks in the caches of each block table that has some on this rank."""
     device_api: CudaApi | None = None
     """The calls that put a copying thread on the device; None means a plain `CudaApi`."""
 
@@ -151,94 +154,103 @@ class Swap(ABC):
         """Frees the engine; no copy may run or follow. May be called again."""
 
 
-def caches_as_bytes(
-    layout: Layout, kv_caches: Sequence[LayerCache]
-) -> dict[int, tuple[torch.Tensor, ...]]:
-    """Returns byte views of the cache tensors of each layer on this rank, by the layer's number.
+class ByteCaches(NamedTuple):
+    """A rank's cache tensors, viewed as bytes.
 
-    Their shape is [blocks, cells of a block, local KV heads, bytes of a cell]; with a pair (K, V)
-    of tensors, each has a part of the cell.
-    Raises LayoutError if the tensors do not fit the layout.
+    tensors: by the cache's number in the geometry, [blocks, cells of a block, local KV heads, bytes
+      of a cell]; of a pair (K, V) of tensors, each has a part of the cell.
+    num_blocks: as in `Swap`.
     """
-    is_in_pieces = layout.num_pieces is not None
-    held = range(layout.num_pieces) if layout.num_pieces is not None else layout.held_layers
+
+    tensors: dict[int, tuple[torch.Tensor, ...]]
+    device: torch.device
+    num_blocks: dict[int, int]
+
+
+def caches_as_bytes(geometry: Geometry, kv_caches: Sequence[LayerCache]) -> ByteCaches:
+    """Views a rank's cache tensors as bytes. Raises LayoutError if they do not fit the geometry."""
+    held = geometry.caches
     if len(kv_caches) != len(held):
-        what = "pieces" if is_in_pieces else "layers"
+        what = "layers" if all(cache.dtype for cache in held.values()) else "pieces"
         raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} {what}")
-    as_bytes = _piece_as_cell if is_in_pieces else _as_bytes
-    caches = {n: as_bytes(layout, n, cache) for n, cache in zip(held, kv_caches, strict=True)}
-    tensors = [tensor for cache in caches.values() for tensor in cache]
-    one = tensors[0]
-    if any(t.shape[0] != one.shape[0] or t.device != one.device for t in tensors):
-        raise LayoutError("all caches must have the same number of blocks and be on one device")
-    return caches
+    views = {
+        number: _as_bytes(number, cells, cache)
+        for (number, cells), cache in zip(held.items(), kv_caches, strict=True)
+    }
+    found = {(held[n].table, len(view), view.device) for n, pair in views.items() for view in pair}
+    num_blocks = {table: count for table, count, _ in found}
+    devices = {device for _, _, device in found}
+    if len(found) > len(num_blocks) or len(devices) > 1:
+        raise LayoutError(
+            "all caches of a block table must have the same number of blocks, and all caches must"
+            " be on one device"
+        )
+    return ByteCaches(views, devices.pop(), num_blocks)
 
 
-def _as_bytes(layout: Layout, layer: int, cache: LayerCache) -> tuple[torch.Tensor, ...]:
-    """Checks a layer's cache tensors against the layout and views them as bytes."""
+def _as_bytes(number: int, cells: CacheGeometry, cache: LayerCache) -> tuple[torch.Tensor, ...]:
+    """Checks the tensors of one cache against its geometry and views them as bytes."""
+    if cells.dtype is None:
+        return (_piece_as_cell(number, cells, cache),)
     tensors = cache if isinstance(cache, tuple) else (cache,)
-    dtype = getattr(torch, layout.dtype)
-    expected = (layout.engine_block_tokens, layout.local_heads(layer))
+    dtype = getattr(torch, cells.dtype)
+    expected = (cells.entry_tokens, cells.num_heads)
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.dim() != 4 or tuple(tensor.shape[1:3]) != expected:
             raise LayoutError(
-                f"layer {layer}: cache of {tensor.dtype} {tuple(tensor.shape)}, expected {dtype}"
+                f"layer {number}: cache of {tensor.dtype} {tuple(tensor.shape)}, expected {dtype}"
                 f" [blocks, {expected[0]}, {expected[1]}, channels]"
             )
         if tensor.stride(3) != 1:
-            raise LayoutError(f"layer {layer}: the cache's last dimension must be contiguous")
+            raise LayoutError(f"layer {number}: the cache's last dimension must be contiguous")
     channels = sum(t.shape[3] for t in tensors)
-    if channels != layout.layers[layer].channels:
-        raise LayoutError(
-            f"layer {layer}: {channels} channels, expected {layout.layers[layer].channels}"
-        )
-    if layout.page is not None:
-        tensors = (_page_as_cell(layer, cache),)
+    wanted = cells.cell_bytes // (cells.cell_tokens * dtype.itemsize)
+    if channels != wanted:
+        raise LayoutError(f"layer {number}: {channels} channels, expected {wanted}")
+    if cells.cell_tokens > 1:
+        tensors = (_page_as_cell(number, cache),)
     return tuple(t.view(torch.uint8) for t in tensors)
 
 
-def _page_as_cell(layer: int, cache: LayerCache) -> torch.Tensor:
+def _page_as_cell(number: int, cache: LayerCache) -> torch.Tensor:
     """Views a cache as [blocks, 1, local KV heads, elements of a page of one head]."""
     if isinstance(cache, tuple) or cache.stride(1) != cache.shape[3]:
-        raise LayoutError(f"layer {layer}: each page of a head must be contiguous")
+        raise LayoutError(f"layer {number}: each page of a head must be contiguous")
     blocks, tokens, heads, channels = cache.shape
     strides = (cache.stride(0), tokens * channels, cache.stride(2), 1)
     return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
 
 
-def _piece_as_cell(layout: Layout, piece: int, cache: LayerCache) -> tuple[torch.Tensor]:
+def _piece_as_cell(piece: int, cells: CacheGeometry, cache: LayerCache) -> torch.Tensor:
     """Checks a tensor with the same piece of all pages, and views it as [pages, 1, 1, bytes]."""
-    cell_bytes = layout.geometry[layout.owned_parts[0]].cell_bytes
     if isinstance(cache, tuple) or not cache.is_contiguous():
         raise LayoutError(f"piece {piece}: its bytes of all pages must be contiguous")
-    if cache[0].nbytes != cell_bytes:
-        raise LayoutError(f"piece {piece}: {cache[0].nbytes} bytes a page, expected {cell_bytes}")
-    return (cache.view(torch.uint8).view(len(cache), 1, 1, cell_bytes),)
+    if cache[0].nbytes != cells.cell_bytes:
+        raise LayoutError(
+            f"piece {piece}: {cache[0].nbytes} bytes a page, expected {cells.cell_bytes}"
+        )
+    return cache.view(torch.uint8).view(len(cache), 1, 1, cells.cell_bytes)
 
 
 class TorchSwap(Swap):
     """Block copies by torch, on any device.
 
-    kv_caches: for each layer one tensor [num_blocks, engine_block_tokens, local KV heads, channels]
-      or a pair (K, V) of such tensors. The channels of a single tensor are K and then V; for MLA
-      they are the latent. The last stride must be 1; the other strides may have any value.
-      With `Layout.num_pieces`: a contiguous tensor [num_blocks, ...] for each piece.
+    kv_caches: for each layer one tensor [blocks, tokens of an engine block, local KV heads,
+      channels] or a pair (K, V) of such tensors. The channels of a single tensor are K and then V;
+      for MLA they are the latent. The last stride must be 1; the other strides may have any value.
+      With `Layout.num_pieces`: a contiguous tensor [blocks, ...] for each piece.
     Raises LayoutError for a tensor that does not fit the layout.
     """
 
     def __init__(self, layout: Layout, kv_caches: Sequence[LayerCache]) -> None:
-        self._owned_parts = layout.owned_parts
-        self._block_tokens = layout.block_tokens
         self._geometry = layout.geometry
-        self._caches = caches_as_bytes(layout, kv_caches)
-        one = next(iter(self._caches.values()))[0]
-        self.device = one.device
-        self.num_blocks = one.shape[0]
+        caches = caches_as_bytes(layout.geometry, kv_caches)
+        self._caches, self.device, self.num_blocks = caches
 
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.device_event_or_wait(ready)
         for copy in copies:
-            ids, heads = self._ids(copy), self._geometry[copy.part].heads
+            ids, heads = self._ids(copy), self._geometry.parts[copy.part].heads
             for cache, payload in self._layers(copy):
                 rows = cache[ids][:, :, heads].flatten(0, 1)
                 payload.copy_(rows[: copy.num_tokens])
@@ -246,8 +258,8 @@ class TorchSwap(Swap):
     def scatter(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.device_event_or_wait(ready)
         for copy in copies:
-            geometry = self._geometry[copy.part]
-            step, heads = geometry.entry_cells, geometry.heads
+            geometry = self._geometry.parts[copy.part]
+            step, heads = geometry.cache.entry_cells, geometry.heads
             if copy.first_token % step:
                 raise LayoutError(
                     f"first_token {copy.first_token} is not on an engine block of {step}"
@@ -269,14 +281,16 @@ class TorchSwap(Swap):
             torch.cuda.current_stream(self.device).synchronize()
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
-        counts = {p: self._geometry[p].num_cells(self._block_tokens) for p in self._owned_parts}
+        block_tokens = self._geometry.block_tokens
+        counts = {p: of.cache.num_cells(block_tokens) for p, of in self._geometry.parts.items()}
         return [BlockCopyPlan(part, n, "TORCH", "by torch") for part, n in counts.items()]
 
     def _layers(self, copy: BlockCopy) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns each cache tensor of the part's layers with its [cell, head, bytes] payload."""
-        geometry = self._geometry[copy.part]
+        geometry = self._geometry.parts[copy.part]
         payload = torch.frombuffer(copy.payload, dtype=torch.uint8)
-        shape = len(geometry.layers), copy.num_tokens, geometry.num_heads, geometry.cell_bytes
+        cell_bytes = geometry.cache.cell_bytes
+        shape = len(geometry.layers), copy.num_tokens, geometry.num_heads, cell_bytes
         view = payload.view(shape)
         views = []
         for i, layer in enumerate(geometry.layers):
@@ -288,11 +302,13 @@ class TorchSwap(Swap):
 
     def _ids(self, copy: BlockCopy) -> torch.Tensor:
         block_ids, num_tokens = copy.block_ids, copy.num_tokens
-        if len(block_ids) * self._geometry[copy.part].entry_cells < num_tokens:
+        cache = self._geometry.parts[copy.part].cache
+        if len(block_ids) * cache.entry_cells < num_tokens:
             raise LayoutError(f"{len(block_ids)} engine blocks cannot hold {num_tokens} tokens")
+        num_blocks = self.num_blocks[cache.table]
         for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks:
+            if not 0 <= block_id < num_blocks:
                 raise LayoutError(
-                    f"block id {block_id} is outside the cache of {self.num_blocks} blocks"
+                    f"block id {block_id} is outside the cache of {num_blocks} blocks"
                 )
         return torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)

@@ -15,6 +15,7 @@ import torch
 
 from pdstore.async_runner import CudaApi
 from pdstore.errors import Direction, LayoutError
+from pdstore.format.geometry import PartGeometry
 from pdstore.format.keys import Part
 from pdstore.format.layout import Layout
 from pdstore.native.engine import Engine, Ticket
@@ -72,26 +73,25 @@ class NativeSwap(Swap):
         sizes: dict[str, int] | None = None,
     ) -> None:
         self._geometry = layout.geometry
-        self._caches = caches_as_bytes(layout, kv_caches)
-        one = next(iter(self._caches.values()))[0]
-        self.device = one.device
-        self.num_blocks = one.shape[0]
+        caches = caches_as_bytes(layout.geometry, kv_caches)
+        self._caches, self.device, self.num_blocks = caches
         self._library = library
         self._ordinal = CPU if self.device.type == "cpu" else self.device.index
         if self.device.type == "cuda":
             self.device_api = RelaxedCudaApi(library)
-        self._parts = {part: number for number, part in enumerate(layout.owned_parts)}
-        self._max_cells = max(self._geometry[p].num_cells(layout.block_tokens) for p in self._parts)
+        parts = layout.geometry.parts
+        self._parts = {part: number for number, part in enumerate(parts)}
+        one = next(iter(parts.values()))  # the library takes one size of engine blocks for all
         options = {
             "device": self._ordinal,
-            "num_blocks": self.num_blocks,
-            "block_tokens": self._geometry[layout.owned_parts[0]].entry_cells,  # as of all parts
-            "max_tokens": self._max_cells,
+            "num_blocks": self.num_blocks[one.cache.table],
+            "block_tokens": one.cache.entry_cells,
+            "max_tokens": self._max_cells(one),
             "path": int(path),
             **(sizes or {}),
         }
-        shapes = [self._shape(part) for part in layout.owned_parts]
-        regions = [r for n, part in enumerate(layout.owned_parts) for r in self._regions(n, part)]
+        shapes = [self._shape(part) for part in parts.values()]
+        regions = [r for n, part in enumerate(parts.values()) for r in self._regions(n, part)]
         self.engine = Engine(library, options, shapes, regions)
 
     def device_event_or_wait(self, ready: ReadyEvent | None) -> ReadyEvent | None:
@@ -134,7 +134,7 @@ class NativeSwap(Swap):
         for part, tokens, payload in zip(parts, num_tokens, payloads, strict=True):
             if part not in self._parts:
                 raise LayoutError(f"{part} is not owned by this rank")
-            need = self._geometry[part].num_bytes(tokens)
+            need = self._geometry.parts[part].num_bytes(tokens)
             if len(payload) != need:
                 raise LayoutError(f"a payload of {len(payload)} bytes, expected {need}")
         first = first_tokens if direction is Direction.LOAD else [0] * len(copies)
@@ -203,12 +203,11 @@ class NativeSwap(Swap):
 
     def plan(self, direction: Direction = Direction.SAVE) -> list[BlockCopyPlan]:
         """Returns for each part the copy path of a whole block and of a tail of one token."""
-        tokens = sorted({self._max_cells, 1}, reverse=True)
         way = int(direction is Direction.LOAD)
         return [
-            BlockCopyPlan(part, n, *self.engine.explain(way, number, n))
-            for part, number in self._parts.items()
-            for n in tokens
+            BlockCopyPlan(part, n, *self.engine.explain(way, self._parts[part], n))
+            for part, geometry in self._geometry.parts.items()
+            for n in sorted({self._max_cells(geometry), 1}, reverse=True)
         ]
 
     @contextlib.contextmanager
@@ -232,13 +231,19 @@ class NativeSwap(Swap):
         while not ticket.wait(_WAIT_S):
             log.warning("a block copy is still running after %d s", _WAIT_S)
 
-    def _shape(self, part: Part) -> PartShape:  # type: ignore[valid-type]
-        of = self._geometry[part]
-        return PartShape(num_layers=len(of.layers), num_heads=of.num_heads, cell=of.cell_bytes)
+    def _shape(self, geometry: PartGeometry) -> PartShape:  # type: ignore[valid-type]
+        return PartShape(
+            num_layers=len(geometry.layers),
+            num_heads=geometry.num_heads,
+            cell=geometry.cache.cell_bytes,
+        )
 
-    def _regions(self, number: int, part: Part) -> list[Region]:  # type: ignore[valid-type]
+    def _max_cells(self, geometry: PartGeometry) -> int:
+        """Returns how many cells a whole block of the pool has, of one head and layer."""
+        return geometry.cache.num_cells(self._geometry.block_tokens)
+
+    def _regions(self, number: int, geometry: PartGeometry) -> list[Region]:  # type: ignore[valid-type]
         """Returns the cache tensors of a part, each from the part's first head on; K before V."""
-        geometry = self._geometry[part]
         regions = []
         for n, layer in enumerate(geometry.layers):
             start = 0

@@ -9,8 +9,8 @@ from itertools import chain, repeat
 
 from pdstore.errors import Direction
 from pdstore.format import block
+from pdstore.format.geometry import Geometry
 from pdstore.format.keys import Part
-from pdstore.format.layout import Layout
 from pdstore.native.engine import Ticket
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
@@ -25,10 +25,10 @@ class SwapCopies:
     native: the same copies by libpdstore; None if the swap makes them by torch.
     """
 
-    def __init__(self, layout: Layout, swap: Swap) -> None:
-        self._layout = layout
+    def __init__(self, geometry: Geometry, swap: Swap) -> None:
+        self._geometry = geometry
         self._swap = swap
-        self.native = SwapNativeCopies(layout, swap) if isinstance(swap, NativeSwap) else None
+        self.native = SwapNativeCopies(geometry, swap) if isinstance(swap, NativeSwap) else None
 
     def device_event_or_wait(self, ready: ReadyEvent | None) -> ReadyEvent | None:
         """Returns `ready` if the device can wait for it; else waits for it and returns None."""
@@ -39,7 +39,7 @@ class SwapCopies:
         if self.native is not None:
             return self.native.start(direction, move, slots)
         payloads = [slots.value(i)[block.HEADER_BYTES :] for i in range(len(move.values))]
-        columns = *_columns(self._layout, move), payloads
+        columns = *_columns(self._geometry, move), payloads
         copies = [BlockCopy(*fields) for fields in zip(*columns, strict=True)]
         if direction is Direction.LOAD:
             return self._swap.start_scatter(copies, move.ready)
@@ -56,9 +56,9 @@ class SwapNativeCopies:
     engine: the library's engine, which makes the copies.
     """
 
-    def __init__(self, layout: Layout, swap: NativeSwap) -> None:
+    def __init__(self, geometry: Geometry, swap: NativeSwap) -> None:
         self.engine = swap.engine
-        self._layout = layout
+        self._geometry = geometry
         self._swap = swap
 
     def start(self, direction: Direction, move: Move, slots: Slots) -> Callable[[], None]:
@@ -76,7 +76,7 @@ class SwapNativeCopies:
         """
         values = move.values
         addresses = repeat(0, len(values)) if payloads is None else payloads
-        parts, block_ids, num_cells, before = _columns(self._layout, move)
+        parts, block_ids, num_cells, before = _columns(self._geometry, move)
         lengths = map(len, block_ids)
         items = self._swap.pack_items(addresses, parts, num_cells, before, lengths)
         return items, array("q", chain.from_iterable(block_ids)).tobytes()
@@ -91,8 +91,8 @@ class SwapNativeCopies:
 
 
 def _columns(
-    layout: Layout, move: Move
+    geometry: Geometry, move: Move
 ) -> tuple[Sequence[Part], Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
-    """Returns each copy's part, block ids, tokens and first token, a column for each."""
+    """Returns each copy's part, block ids, cells and first cell, a column for each."""
     values = move.values
-    return values.parts, values.block_ids, values.num_cells, move.tokens_before(layout)
+    return values.parts, values.block_ids, values.num_cells, move.cells_before(geometry)

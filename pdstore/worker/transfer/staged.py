@@ -56,7 +56,7 @@ class StagedTransfer(Transfer):
         self._copy = context.copies.start
         self._staging = staging
         self._sealer = sealer
-        self._num_parts = len(context.layout.owned_parts)
+        self._num_parts = len(context.geometry.parts)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
             raise LayoutError(

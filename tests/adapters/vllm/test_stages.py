@@ -10,7 +10,7 @@ import pytest
 
 from pdstore.adapters.vllm.describe import joined
 from pdstore.errors import LayoutError
-from pdstore.format.layout import LayerSpec
+from pdstore.format.identity import LayerSpec
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, prefill
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.kv import eventually

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.identity import LayerSpec
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import TorchSwap, caches_as_bytes
 from pdstore.worker.swap.native import NativeSwap
-from tests.support.kv import caches_of, settings_of
+from tests.support.kv import caches_of, flat_layout, settings_of
 from tests.worker.swap.test_torch import layout_of
 
 
@@ -28,13 +28,13 @@ from tests.worker.swap.test_torch import layout_of
 def test_tensors_that_do_not_fit_are_refused(change, word):
     layout = layout_of()
     with pytest.raises(LayoutError, match=word):
-        caches_as_bytes(layout, change(caches_of(layout, 10)))
+        caches_as_bytes(layout.geometry, change(caches_of(layout, 10)))
 
 
 def test_a_page_of_one_head_is_one_cell():
     layout = layout_of(page="packed", block_tokens=4)
     heads_first = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches_of(layout, 4)]
-    viewed = caches_as_bytes(layout, heads_first).values()
+    viewed = caches_as_bytes(layout.geometry, heads_first).tensors.values()
     for cache, [cells] in zip(heads_first, viewed, strict=True):
         blocks, tokens, heads, channels = cache.shape
         assert cells.shape == (blocks, 1, heads, tokens * channels * cache.itemsize)
@@ -52,7 +52,7 @@ def test_a_page_of_one_head_is_one_cell():
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(change, word):
-    layout = Layout(
+    layout = flat_layout(
         dtype="float32",
         layers=(LayerSpec(2, 16),) * 4,
         block_tokens=4,
@@ -62,11 +62,11 @@ def test_pieces_that_do_not_fit_are_refused(change, word):
         num_pieces=2,
     )
     pieces = [torch.zeros(4, 2048, dtype=torch.uint8) for _ in range(2)]
-    assert [cell.shape for [cell] in caches_as_bytes(layout, pieces).values()] == [
+    assert [cell.shape for [cell] in caches_as_bytes(layout.geometry, pieces).tensors.values()] == [
         (4, 1, 1, 2048)
     ] * 2
     with pytest.raises(LayoutError, match=word):
-        caches_as_bytes(layout, change(pieces))
+        caches_as_bytes(layout.geometry, change(pieces))
 
 
 def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():

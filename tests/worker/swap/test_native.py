@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdstore.errors import LayoutError, SwapError
-from pdstore.format.layout import LayerSpec
+from pdstore.format.identity import LayerSpec
 from pdstore.native.library import address_of
 from tests.support.kv import eventually
 from tests.support.swap_case import PLAIN, Case, host_memory, layout_of, native_of, view_of

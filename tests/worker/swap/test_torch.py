@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdstore.errors import LayoutError
+from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import Part
-from pdstore.format.layout import LayerSpec, Layout
+from pdstore.format.layout import Layout
 from pdstore.worker.swap.base import BlockCopy, TorchSwap
-from tests.support.kv import POISON, caches_of
+from tests.support.kv import POISON, caches_of, flat_layout
 
 MLA = LayerSpec(1, 24, value_dim=0, kind="mla")
 
 
 def layout_of(**changes) -> Layout:
-    return Layout(
+    return flat_layout(
         **{
             "dtype": "float32",
             "layers": (LayerSpec(4, 6), LayerSpec(4, 6)),
@@ -40,12 +41,13 @@ def copy_of(layout, part, block_ids, num_tokens, first_token=0, payload=None) ->
 def expected_payload(layout, caches, part, block_ids, num_tokens) -> bytes:
     """The payload as the format says it, token by token."""
     out = []
-    heads = layout.heads_of(part)
-    for layer in layout.groups[part.group]:
+    geometry = layout.geometry.parts[part]
+    heads = range(geometry.first_head, geometry.first_head + geometry.num_heads)
+    for layer in layout.identity.groups[part.group]:
         tokens = caches[layer][list(block_ids)].flatten(0, 1)[:num_tokens]
         for t, h in (
             itertools.product(range(num_tokens), heads)
-            if layout.page is None
+            if layout.identity.page is None
             else ((t, h) for h in heads for t in range(num_tokens))
         ):
             out.append(tokens[t, h].contiguous().view(torch.uint8))

@@ -1,0 +1,188 @@
+"""Identity: what two instances must have in common to share blocks; a namespace is its digest.
+
+It also says in which parts a block is stored, because each part is a value with a key of its own.
+Where the bytes of a part lie in an engine's memory is `pdstore.format.geometry`.
+"""
+
+# Decision: docs/decisions/005-namespace-fields.md
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Literal
+
+import torch
+
+from pdstore.errors import LayoutError
+from pdstore.format.continuation import needs_of
+from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.settings import Settings
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer of the whole model (not of one rank).
+
+    num_kv_heads: KV heads; 1 for MLA.
+    head_dim: elements of K per head and token; for MLA, elements of the latent and its rope part.
+    value_dim: elements of V per head and token; None: as many as K has; 0: V is not stored (MLA).
+    window: the length of a sliding window in tokens; None for full attention.
+    table: the number of the engine's block table that names this layer's blocks.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    kind: Literal["full", "sliding", "mla"] = "full"
+    window: int | None = None
+    table: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Elements of K and V together, per head and token."""
+        return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the bytes of a stored block are, whichever instance stores it.
+
+    dtype: the name of the cache's element type in torch.
+    layers: one LayerSpec per layer of the whole model, in order; equal specs of one layer range
+      form one KV group.
+    block_tokens: tokens of a stored block.
+    rope: the text that `shaping` makes of the model's configuration.
+    page: None for token-major payloads, `[layer][token][head][K|V]`. For an engine that packs
+      tokens in its own way, a text that names this way. Payloads are then `[layer][head][page]`:
+      one head of an engine block as it lies in memory, for a tail too.
+    num_shards: the number of shards that the KV heads of a group are split into; an MLA group
+      always has one shard.
+    draft_layers: the number of layers, at the end, that belong to a draft model (MTP, EAGLE).
+    num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
+      P can store one range while the model computes the next range.
+    items: how keys name images, sounds and videos; None for a model of text.
+
+    Raises LayoutError for numbers that do not fit together.
+    """
+
+    dtype: str
+    layers: tuple[LayerSpec, ...]
+    block_tokens: int
+    rope: str
+    quantization: str | None = None
+    page: str | None = None
+    num_shards: int = 1
+    draft_layers: int = 0
+    num_ranges: int = 1
+    items: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise LayoutError("a layout needs at least one layer")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise LayoutError(f"{self.dtype!r} is no torch dtype")
+        if not 1 <= self.num_ranges <= len(self.layers):
+            raise LayoutError(f"{len(self.layers)} layers do not make {self.num_ranges} ranges")
+        for spec in self.layers:
+            if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
+                raise LayoutError(
+                    f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
+                    " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
+                    " ranks hold copies of are not supported)"
+                )
+
+    @cached_property
+    def itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block: all layers, all KV heads."""
+        per_token = sum(spec.num_kv_heads * spec.channels for spec in self.layers)
+        return self.block_tokens * per_token * self.itemsize
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layer numbers of each KV group of the whole model; see `groups_of` for the order."""
+        return groups_of(self.layers, self.num_ranges)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts of one block, of all ranks, in the order of their keys."""
+        return tuple(Part(g, s) for g in range(len(self.groups)) for s in range(self.shards_of(g)))
+
+    @cached_property
+    def grid_shards(self) -> int:
+        """The number of shards of a block; 1 if all KV groups are MLA, whatever the TP size."""
+        return max(self.shards_of(group) for group in range(len(self.groups)))
+
+    def shards_of(self, group: int) -> int:
+        return 1 if self.spec_of(group).kind == "mla" else self.num_shards
+
+    def spec_of(self, group: int) -> LayerSpec:
+        """Returns what all layers of a KV group are."""
+        return self.layers[self.groups[group][0]]
+
+    def range_of(self, layer: int) -> int:
+        """Returns the layer range that a layer belongs to, counted from 0."""
+        return range_of(layer, len(self.layers), self.num_ranges)
+
+    def namespace(self, settings: Settings, *, weights: str) -> Namespace:
+        """Returns the namespace of an instance with this identity; it has a digest of the salt.
+
+        weights: the weights' revision (`pdstore.weights_revision`).
+        """
+        salt = settings.salt.get_secret_value() if settings.salt else ""
+        bare = salt.strip()
+        fields: dict[str, Json] = {
+            "format": FORMAT_VERSION,
+            "weights": weights,
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in self.layers],
+            "windows": [spec.window for spec in self.layers],
+            "rope": self.rope,
+            "block_tokens": self.block_tokens,
+            "order": "token" if self.page is None else "page",
+            "page": self.page,
+            "tables": [spec.table for spec in self.layers],
+            "shards": self.grid_shards,
+            "draft_layers": self.draft_layers,
+            "layer_ranges": self.num_ranges,
+            "hash": "sha256",
+            "salt": sha256(salt.encode()).hexdigest() if salt else None,
+        }
+        # without a seal, and for a model of text, no such field: older namespaces stay valid
+        if settings.seal_key_file is not None:
+            fields["seal"] = "aes-256-gcm"
+        if self.items is not None:
+            fields["items"] = self.items
+        return Namespace(
+            fields,
+            self.parts,
+            self.block_tokens,
+            num_shards=self.grid_shards,
+            needs=needs_of((n, self.spec_of(n).window) for n in range(len(self.groups))),
+            bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
+        )
+
+
+def range_of(layer: int, num_layers: int, num_ranges: int) -> int:
+    """Returns the range of a layer if the layers are split into ranges as evenly as possible."""
+    return layer * num_ranges // num_layers
+
+
+def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the layer numbers of each KV group; the groups are sorted by their first layer.
+
+    All layers of a group have equal specs and lie in one layer range. The groups of a range come
+    before the groups of the next range.
+    """
+    groups: dict[tuple[int, LayerSpec], list[int]] = {}
+    for number, spec in enumerate(layers):
+        at = range_of(number, len(layers), num_ranges)
+        groups.setdefault((at, spec), []).append(number)
+    return tuple(tuple(numbers) for numbers in groups.values())
