@@ -152,7 +152,7 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
     namespace's digest, but not the namespace's fields.
 
     timeout_s: how long one answer may take, from the connection to its last byte. An instance that
-      does not answer is asked for at most two; one that answers, several times more.
+      does not answer takes two timeouts at most; one that answers is asked several more times.
     """
     peers = []
     for url in urls:

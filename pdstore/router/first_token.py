@@ -122,7 +122,7 @@ class FirstToken:
         return self._asked_for(answer) | {"choices": [self._asked_for(self._choice)]}
 
     def next_part(self, part: Part) -> Part:
-        """Returns a part of D's stream as it reads behind this token."""
+        """Returns a part of D's stream, changed so that it continues this token."""
         choices = [self._behind(choice, None) for choice in part.get("choices") or ()]
         return self._counted(part) | {"choices": choices}
 

@@ -38,8 +38,9 @@ class PrefixCacheManager:
 
     store: a store, which the caller has to close; None to open PDSTORE_STORE.
     longest_prompt: the maximum number of tokens of a prompt in the engine; None if not known.
-    router_duty: what a router has to do where requests have no `kv_transfer_params`; D logs it when
-      it finds nothing. None where they have them: the router has to relay those of P's answer.
+    router_duty: what the router has to do, for an engine whose requests have no
+      `kv_transfer_params`; D logs it when it finds nothing. None: they have them, and the router
+      has to relay those of P's answer.
     lookup_timeout_s: of the wait for the store's answer, for a lookup without a hand-off.
     weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.

@@ -170,13 +170,15 @@ class GuardedStore(HookedStore):
         if self._prober is not None:
             self._prober.wake()
         elif not self._is_closed:
-            with contextlib.suppress(RuntimeError):  # no thread can start; a refusal tries it again
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no thread can start now; the next refused call tries again
                 self._prober = Ticker("pdstore-breaker", self._probe)
 
     def _probe(self) -> float | None:
         """Searches for one key while the breaker is open; returns the seconds until the next time.
 
-        A store that is slow to refuse, or hangs, is not asked again before that pause.
+        The seconds count from the end of a call, also of one that was slow or hung.
         """
         if not (self._is_open or self._is_doubted) or self._is_closed:
             return None

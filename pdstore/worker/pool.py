@@ -179,7 +179,7 @@ class KVPool:
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
         if announce is None and handoff is not None and handoff.last_save_failed:
             announce = Announcement(handoff, keys.num_tokens)
-        if announce is not None:  # before the save begins, whose end ends the beats
+        if announce is not None:  # now, because the end of the save ends the beats
             self._heartbeat.begin_beats(announce.handoff)
         work = SaveWork(self._mover, prompt, plan)
         job = Job(

@@ -66,10 +66,10 @@ class WeightsWatch:
 
     @classmethod
     def of_caller(cls, vllm_config: Any) -> WeightsWatch:
-        """Returns a watch of the vLLM worker in whose call this call is made.
+        """Returns a watch of the vLLM worker that is among this call's callers.
 
-        vLLM gives a connector neither its worker nor its model. If no caller has a model, the
-        watch, with a warning, notices nothing.
+        vLLM gives a connector neither its worker nor its model, so they are looked for on the call
+        stack. If no caller has a model, it logs a warning, and the watch notices nothing.
         """
         owners = list(_owners())
         models: list[torch.nn.Module] = []

@@ -114,7 +114,7 @@ class PoolDirectory:
     def files(self) -> Iterator[StoredFile]:
         """Yields all values, in no order; a value deleted before the end may be left out.
 
-        What cannot be looked at is left out, too. Raises OSError if nothing else is there.
+        What cannot be looked at is left out, too; if that is all that is there, raises OSError.
         """
         errors: list[OSError] = []
         is_any = False
