@@ -107,12 +107,12 @@ class Calls:
                 given = _json_of(answer)
                 if params_of(given) is None:
                     about = (upstream.url, "no params")
-                    self.tell(about, _NO_PARAMS, upstream.url, _SAMPLE)
+                    self.log_unless_recent(about, _NO_PARAMS, upstream.url, _SAMPLE)
                 return given
             if answer.status not in _BEGAN_NOTHING:
                 break
         self.counts.degraded.inc()
-        self.tell("no P", "%s: no P could prefill it, D computes", asked.request_id)
+        self.log_unless_recent("no P", "%s: no P could prefill it, D computes", asked.request_id)
         return None
 
     async def _prefill_on(
@@ -208,9 +208,9 @@ class Calls:
         elif status in (400, 404) and _STATUS_PAGE not in message:
             words += _UNEQUAL.format("D" if role == "prefill" else "P")
         line = "%s: %s %s: HTTP %d%s"
-        self.tell((url, status), line, asked.request_id, role, url, status, words)
+        self.log_unless_recent((url, status), line, asked.request_id, role, url, status, words)
 
-    def tell(
+    def log_unless_recent(
         self, about: Hashable, words: str, *values: object, level: int = logging.WARNING
     ) -> None:
         """Logs a line, unless one about the same was logged a moment ago."""
@@ -233,7 +233,7 @@ class Calls:
         reason = reason_of(error)
         self.counts.failures.labels(upstream.role, reason).inc()
         facts = (asked.request_id, upstream.role, upstream.url, error, upstream.way_to(str(error)))
-        self.tell((upstream.url, reason), "%s: %s %s: %r%s", *facts)
+        self.log_unless_recent((upstream.url, reason), "%s: %s %s: %r%s", *facts)
 
 
 def reason_of(error: httpx.TransportError) -> str:

@@ -72,7 +72,7 @@ class Exchange:
             self._calls.counts.failures.labels("decode", reason_of(error)).inc()
             self.routed.reason = "D broke off"
             words = "%s: D broke off in its answer: %r"
-            self._calls.tell("broke off", words, self._asked.request_id, error)
+            self._calls.log_unless_recent("broke off", words, self._asked.request_id, error)
         finally:
             await answer.aclose()
 
@@ -114,7 +114,7 @@ class Exchange:
             await answer.aclose()
             self._calls.counts.lost.inc()
             words = "%s: D could not use the hand-off: %s"
-            self._calls.tell("lost", words, asked.request_id, lost)
+            self._calls.log_unless_recent("lost", words, asked.request_id, lost)
             if retries_left:
                 params = await self._prefilled(asked, REMOTE_DECODE)
         raise Refusal.saying(502, lost or "")
@@ -157,7 +157,7 @@ class Exchange:
                 self._calls.counts.disconnects.inc()
                 words = "%s: the client left"
                 request_id = self._asked.request_id
-                self._calls.tell("client left", words, request_id, level=logging.INFO)
+                self._calls.log_unless_recent("client left", words, request_id, level=logging.INFO)
                 everything.cancel()
 
     def _observe_first_byte(self) -> None:

@@ -62,7 +62,7 @@ class SplicedExchange(Exchange):
             except TimeoutError:
                 self._calls.counts.failures.labels("decode", "timeout").inc()
                 words = "%s: D did not say in time whether it takes token ids in chats"
-                self._calls.tell("takes ids", words, self._asked.request_id)
+                self._calls.log_unless_recent("takes ids", words, self._asked.request_id)
                 return False
             if answer.status != 200:
                 return False

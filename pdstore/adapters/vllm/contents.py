@@ -177,7 +177,7 @@ class Contents:
                 content = digest and lora and hashlib.sha256(digest + lora).digest()
             if not self._item_names.trust(item.name, content):
                 is_trusted = False
-                self._tell(item, digest, is_late=is_late)
+                self._warn_about(item, digest, is_late=is_late)
         asked.content = _BYPASS
         if is_trusted:
             named = (item.named(each) for item, each in zip(asked.items, digests, strict=True))
@@ -194,7 +194,7 @@ class Contents:
                 asked.content = _BYPASS
                 self._distrusted.append(request_id)
 
-    def _tell(self, item: _Item, digest: bytes | None, *, is_late: bool) -> None:
+    def _warn_about(self, item: _Item, digest: bytes | None, *, is_late: bool) -> None:
         """Warns for the first time that an item is not trusted for a reason."""
         if digest is None:
             why = "late" if is_late else "elsewhere"
@@ -202,7 +202,7 @@ class Contents:
             why = "two"
         elif self._item_names.is_full:
             why = "full"
-        else:  # its name was told of before
+        else:  # its name was warned of before
             return
         if why not in self._warned:
             self._warned.add(why)

@@ -222,7 +222,7 @@ class PDStoreConnectorScheduler:
 
     def report(self, report: StepReport) -> None:
         """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
-        if report.weights and self._weights.hear(report.weights):
+        if report.weights and self._weights.add_reports(report.weights):
             self._weights_written()
         if report.weights and self._cache is not None:
             self._cache.use_weights(self._weights.digest)

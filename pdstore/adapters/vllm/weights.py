@@ -258,7 +258,7 @@ class KnownWeights:
             self.is_cache_stale = False
             self._first_step = None
 
-    def hear(self, reports: Mapping[int, RankWeights]) -> bool:
+    def add_reports(self, reports: Mapping[int, RankWeights]) -> bool:
         """Takes the states that ranks have told; returns whether weights were written."""
         before = {rank: self._reports.get(rank, _BEGUN).generation for rank in reports}
         since = [new.since for rank, new in reports.items() if new.generation != before[rank]]

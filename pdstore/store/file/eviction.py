@@ -67,7 +67,7 @@ class Evictor:
         self._put_since_scan = self.budget.num_bytes  # so the first put scans the directory
         self._full_until = 0.0
         self._oldest: list[StoredFile] = []  # the last scan found that these may be evicted next
-        self._has_looked = False
+        self._has_scanned = False
         self._is_closed = False
         self._thread: Ticker | None = None
 
@@ -160,7 +160,7 @@ class Evictor:
         if self._thread is not None:
             self._thread.stop(_JOIN_S)
 
-    def look_again(self) -> None:
+    def expect_room(self) -> None:
         """Notes that calls have deleted values: the next put scans before it is refused."""
         self._full_until = 0.0
         if self._used + self.budget.step > self.budget.num_bytes:
@@ -176,22 +176,22 @@ class Evictor:
         with self._lock:
             is_over = self._used > budget
             due = is_over or self._put_since_scan > step
-            if due and not is_over and self._has_looked and step >= _LARGE_STEP:
-                self._look_beside()
+            if due and not is_over and self._has_scanned and step >= _LARGE_STEP:
+                self._scan_in_background()
                 return 0
             timeout_s = _LOCK_TIMEOUT_S if self._used > budget + step else 0.0
         others_evict = due and not (self._is_known_full() or self._evict(0, timeout_s))
         return self._used - self.budget.num_bytes - (step if others_evict else 0)
 
-    def _look_beside(self) -> None:
-        """Has the thread scan once. The next scan is due after another step. Needs `_lock`."""
+    def _scan_in_background(self) -> None:
+        """Lets the thread scan once. The next scan is due after another step. Needs `_lock`."""
         self._put_since_scan = 0
         if self._thread is not None:
             self._thread.wake()
         elif not self._is_closed:
-            self._thread = Ticker("pdstore-evictor", self._look)  # it scans at once
+            self._thread = Ticker("pdstore-evictor", self._scan)  # it scans at once
 
-    def _look(self) -> float | None:
+    def _scan(self) -> float | None:
         is_done = self._is_known_full() or self._evict(0, _LOCK_TIMEOUT_S)
         return None if is_done else _RETRY_S
 
@@ -214,13 +214,13 @@ class Evictor:
         began = self._put_since_scan
         try:
             self._compare(self._directory.exchange_terms(lock, self._terms))
-            used, freed = self._look_and_delete(to_free, keep)
+            used, freed = self._scan_and_delete(to_free, keep)
         finally:
             unlock(lock)
         with self._lock:
             self._put_since_scan = max(0, self._put_since_scan - began)  # it may have missed these
             self._used = used + self._pending
-            self._has_looked = True
+            self._has_scanned = True
         if self._used > self.budget.num_bytes or (freed < to_free and not keep):
             now = self._clock()
             self._full_until = now + 10 * (now - start)  # else every put to a full pool would scan
@@ -239,7 +239,7 @@ class Evictor:
             "write the same for all: the smallest budget and the shortest lease count for all",
         )
 
-    def _look_and_delete(self, to_free: int, keep: Collection[str]) -> tuple[int, int]:
+    def _scan_and_delete(self, to_free: int, keep: Collection[str]) -> tuple[int, int]:
         """Scans and deletes; returns how many bytes are left, and how many were deleted."""
         now = self._directory.clock.measured_ns()
         self._directory.sweep()

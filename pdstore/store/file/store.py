@@ -210,14 +210,14 @@ class FileStore(Store):
         for n, key in enumerate(keys):
             with named_error(self.label, key, n):
                 self._directory.delete(key)
-        self._evictor.look_again()
+        self._evictor.expect_room()
 
     def clear(self, namespace: str) -> None:
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         with named_error(self.label, f"clear of {prefix}"):
             self._directory.delete_all(prefix)
-        self._evictor.look_again()
+        self._evictor.expect_room()
 
     def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
         self._lifecycle.check()
@@ -272,7 +272,7 @@ class FileStore(Store):
         sizes: Sequence[int],
         write: WriteValues,
     ) -> int:
-        """Stores values by `write`; first has the evictor make room, and retries after `_mend`."""
+        """Stores values by `write`, for which the evictor makes room; retries after `_repair`."""
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
             with named_error(self.label, keys[n], n):
@@ -301,23 +301,23 @@ class FileStore(Store):
         write: WriteValues,
     ) -> None:
         n = part.start
-        num_mends = 0
+        num_repairs = 0
         while n < part.stop:
             rest = range(n, part.stop)
             done, why = write(self._directory.temporary(), paths[n : part.stop], rest)
-            n, num_mends = n + done, 0 if done else num_mends
+            n, num_repairs = n + done, 0 if done else num_repairs
             if why:
                 with named_error(self.label, keys[n], n):
-                    self._mend(why, keys[n], sizes[n], num_mends)
-                num_mends += 1
+                    self._repair(why, keys[n], sizes[n], num_repairs)
+                num_repairs += 1
 
-    def _mend(self, why: int, key: BlockKey, num_bytes: int, num_mends: int) -> None:
+    def _repair(self, why: int, key: BlockKey, num_bytes: int, num_repairs: int) -> None:
         """Removes the cause of a failed write. Raises OSError if nothing is left to try."""
-        if why == errno.ENOENT and num_mends == 0:
+        if why == errno.ENOENT and num_repairs == 0:
             self._directory.repair()
-        elif why in FULL and num_mends == 0:
+        elif why in FULL and num_repairs == 0:
             self._evictor.make_room(num_bytes)
-        elif why in FULL and num_mends == 1 and kind_of(key) is Kind.HANDOFF:
+        elif why in FULL and num_repairs == 1 and kind_of(key) is Kind.HANDOFF:
             self._evictor.evict_newest()
         else:
             raise OSError(why, os.strerror(why))
@@ -343,7 +343,7 @@ class FileStore(Store):
         """
         n, why = serve(0)
         if why == errno.ENOENT and self._mount.remembers_misses:
-            n, why = self._look_again(paths, n, serve)
+            n, why = self._search_again(paths, n, serve)
         if why in (0, errno.ENOENT):
             return n
         if why in UNREADABLE and self._is_alone(paths, n, can_serve):
@@ -351,7 +351,7 @@ class FileStore(Store):
             return n
         raise error_of(self.label, why, keys[n], n)
 
-    def _look_again(self, paths: Sequence[str], n: int, serve: Callable[[int], Ended]) -> Ended:
+    def _search_again(self, paths: Sequence[str], n: int, serve: Callable[[int], Ended]) -> Ended:
         """Goes on behind each value that this host's kernel wrongly believed missing."""
         check = NameCheck(self.root, self._mount)
         why = errno.ENOENT

@@ -107,22 +107,22 @@ NEW = RankWeights(1, b"new", since=3)
 
 def test_all_ranks_must_have_told_before_there_is_a_name():
     weights = KnownWeights(2)
-    assert not weights.hear({0: RankWeights(answered=0)})
-    assert weights.hear({0: NEW})
+    assert not weights.add_reports({0: RankWeights(answered=0)})
+    assert weights.add_reports({0: NEW})
     assert not weights.is_known
     assert weights.question == 1, "the other rank may not have noticed"
-    assert not weights.hear({1: RankWeights(answered=1)})
+    assert not weights.add_reports({1: RankWeights(answered=1)})
     assert not weights.is_known
-    assert not weights.hear({0: NEW._replace(answered=1)})
+    assert not weights.add_reports({0: NEW._replace(answered=1)})
     assert weights.is_known
     alike = KnownWeights(2)
-    assert alike.hear({1: RankWeights(), 0: NEW})
+    assert alike.add_reports({1: RankWeights(), 0: NEW})
     assert alike.is_known
     assert alike.digest == weights.digest != b""
     swapped = KnownWeights(2)
-    swapped.hear({0: RankWeights(), 1: NEW})
+    swapped.add_reports({0: RankWeights(), 1: NEW})
     assert swapped.digest != alike.digest
-    alike.hear({0: RankWeights(2, b"", 9), 1: RankWeights()})
+    alike.add_reports({0: RankWeights(2, b"", 9), 1: RankWeights()})
     assert (alike.digest, alike.is_known, alike.generations) == (b"", True, {0: 2, 1: 0})
 
 
@@ -137,7 +137,7 @@ def test_vllms_own_cache_is_stale_unless_it_was_reset(computed_before, reset_bef
     if reset_before:
         weights.reset(is_cache_empty=True)
     step = weights.number_step(computes=True)
-    weights.hear({0: RankWeights(1, b"new", since=step)})
+    weights.add_reports({0: RankWeights(1, b"new", since=step)})
     assert weights.is_cache_stale == stale
     weights.reset(is_cache_empty=False)
     assert weights.is_cache_stale == stale, "running requests kept their blocks"
