@@ -161,7 +161,7 @@ class Settings(BaseSettings):
         description="Threads that move blocks. Unset: 4 over `shm://` and files, else 4 to 16.",
     )
     handoff_wait_s: Seconds = Field(
-        10.0, description="How long D waits for P's marker; 1 s longer if the store hangs."
+        10.0, description="Timeout of D's wait for P's marker; 1 s longer if the store hangs."
     )
     load: Literal["auto", "always", "never"] = Field(
         "always",
@@ -175,7 +175,7 @@ class Settings(BaseSettings):
         5.0, description="Timeout of a save or a load, to which each GB of it adds one second."
     )
     drain_s: WaitSeconds = Field(
-        5.0, description="How long a stop waits for running jobs. The stop ends within 2 s more."
+        5.0, description="Timeout of a stop's wait for running jobs. The stop ends within 2 s more."
     )
     block_ttl_s: int = Field(
         1800,

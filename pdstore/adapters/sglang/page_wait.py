@@ -1,4 +1,4 @@
-"""PageWait: waits, for a limited time, for pages of a prompt that P is still storing."""
+"""PageWait: waits, up to a timeout, for pages of a prompt that P is still storing."""
 
 from __future__ import annotations
 
