@@ -15,11 +15,11 @@ import httpx
 
 from pdstore.errors import Reason
 
-CONNECT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
 MAX_BYTES = 64 << 20
 """Bytes that an answer which the router keeps may have; the log-probabilities of a long prompt are
 the largest part of P's."""
-PROBE_S = 2.5
+PROBE_TIMEOUT_S = 2.5
 PROBE_BYTES = 4 << 20
 """The limits of small questions: /health, /v1/models."""
 
@@ -49,7 +49,7 @@ async def ask(
     Raises httpx.TransportError: ConnectError or ConnectTimeout if the instance cannot be reached,
     ReadTimeout if the answer was not whole in `timeout_s` seconds, TooLong.
     """
-    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
     request.extensions["timeout"] = timeout.as_dict()
     try:
         with anyio.fail_after(timeout_s):

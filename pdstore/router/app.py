@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdstore.router import intake
-from pdstore.router.answers import CONNECT_S, PROBE_BYTES, PROBE_S, ask
+from pdstore.router.answers import CONNECT_TIMEOUT_S, PROBE_BYTES, PROBE_TIMEOUT_S, ask
 from pdstore.router.bodies import Refusal
 from pdstore.router.calls import Calls
 from pdstore.router.counts import CountedApp, Counts
@@ -115,7 +115,7 @@ def _client_of(options: Options) -> httpx.AsyncClient:
     transport = partial(httpx.AsyncHTTPTransport, limits=limits, trust_env=False)
     is_alone = len(options.decode) == 1  # else another one is asked
     return httpx.AsyncClient(
-        timeout=httpx.Timeout(options.read_timeout_s, connect=CONNECT_S),
+        timeout=httpx.Timeout(options.read_timeout_s, connect=CONNECT_TIMEOUT_S),
         transport=transport(),
         mounts={options.decode[0]: transport(retries=_RETRIES)} if is_alone else None,
         headers={"accept-encoding": "identity"},
@@ -165,7 +165,7 @@ class Front:
         for upstream in self._calls.decodes.in_turn() + self._calls.prefills.in_turn():
             question = client.build_request("GET", upstream.url + "/v1/models", headers=headers)
             try:
-                answer = await ask(client, question, PROBE_S, PROBE_BYTES)
+                answer = await ask(client, question, PROBE_TIMEOUT_S, PROBE_BYTES)
             except httpx.TransportError:
                 upstream.went_down()
                 continue

@@ -12,7 +12,7 @@ import httpx
 from anyio.from_thread import BlockingPortal
 
 import pdstore
-from pdstore.router.answers import PROBE_BYTES, PROBE_S, WholeAnswer, ask
+from pdstore.router.answers import PROBE_BYTES, PROBE_TIMEOUT_S, WholeAnswer, ask
 from pdstore.router.bodies import Json, message_of, parse
 from pdstore.router.calls import Calls
 from pdstore.router.upstreams import Upstream
@@ -79,7 +79,7 @@ async def check(client: httpx.AsyncClient, upstreams: Sequence[Upstream]) -> Che
 async def _probe(client: httpx.AsyncClient, upstream: Upstream, states: dict[str, Health]) -> None:
     try:
         question = client.build_request("GET", upstream.url + "/health")
-        answer = await ask(client, question, PROBE_S, PROBE_BYTES)
+        answer = await ask(client, question, PROBE_TIMEOUT_S, PROBE_BYTES)
     except httpx.TransportError as error:
         upstream.went_down()
         hint = upstream.way_to(str(error))

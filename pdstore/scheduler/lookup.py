@@ -16,8 +16,8 @@ from pdstore.format.keys import BlockKey, Part, PromptKeys
 from pdstore.store.base import Store, count_of, num_done_of
 from pdstore.threads import Deadline, Ticker, call_or
 
-_MATCH_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
-_GLANCE_S = 0.1  # so often `wait` looks whether the store hangs
+_MATCH_TIMEOUT_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
+_CHECK_INTERVAL_S = 0.1  # so often `wait` looks whether the store hangs
 _MAX_GAPS = 8
 _SHORT = 8
 """Of a prompt of more blocks than this, the first block is looked up alone before the others."""
@@ -100,7 +100,7 @@ class Lookup:
         self.follows = follows
         self.started_at = time.monotonic()
         self.marker_deadline = Deadline(timeout_s)
-        self._deadline = Deadline(timeout_s + (_MATCH_S if handoff else 0.0))
+        self._deadline = Deadline(timeout_s + (_MATCH_TIMEOUT_S if handoff else 0.0))
         self._count = count
         self._hangs = hangs
         self._answers: list[Match] = []  # only the first one is used
@@ -123,7 +123,9 @@ class Lookup:
         while (found := self.poll()) is None:
             if end.is_over():
                 raise TimeoutError(f"no answer to the lookup after {timeout_s} s")
-            self._ended.wait(min(self._deadline.remaining_s(), end.remaining_s(), _GLANCE_S))
+            self._ended.wait(
+                min(self._deadline.remaining_s(), end.remaining_s(), _CHECK_INTERVAL_S)
+            )
         return found
 
     def cancel(self) -> None:

@@ -27,8 +27,8 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 1.0  # seconds to stop all threads; then the store has another second to close
-CLAIM_S = 1.0  # a block whose save takes longer may be saved by another request as well
+_STOP_TIMEOUT_S = 1.0  # seconds to stop all threads; then the store has another second to close
+CLAIM_TIMEOUT_S = 1.0  # a block whose save takes longer may be saved by another request as well
 
 
 class PrefixCacheManager:
@@ -133,9 +133,9 @@ class PrefixCacheManager:
         now = time.monotonic()
         claims = self._claims
         names = keys.hashes(first_block)
-        while claims and now - claims[oldest := next(iter(claims))] > CLAIM_S:
+        while claims and now - claims[oldest := next(iter(claims))] > CLAIM_TIMEOUT_S:
             del claims[oldest]
-        is_new = [now - claims.get(name, 0.0) > CLAIM_S for name in names]
+        is_new = [now - claims.get(name, 0.0) > CLAIM_TIMEOUT_S for name in names]
         num_claimed = is_new.index(True) if True in is_new else len(names)
         claims.update(dict.fromkeys(names[num_claimed:], now))
         return first_block + num_claimed
@@ -274,7 +274,7 @@ class PrefixCacheManager:
         self._closed = True
         if os.getpid() != self._pid:
             return
-        deadline = Deadline(_STOP_S)
+        deadline = Deadline(_STOP_TIMEOUT_S)
         for thread in (self._room, self._queue, self._watch, self._mismatches):
             thread.close(deadline.remaining_s())
         if self._owns_store:

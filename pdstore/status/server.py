@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")  # as Host: other sites' pages send another
 _TURN_S = 0.2
-_STOP_S = _TURN_S + 4.0  # longer than `take` needs, with which a request may be busy
+_STOP_TIMEOUT_S = _TURN_S + 4.0  # longer than `take` needs, with which a request may be busy
 _MAX_BYTES = 1 << 20
 _NO_API = "this is pdstore's status page: requests, /health and /metrics are at the port of the API"
 
@@ -72,7 +72,7 @@ class StatusServer:
     def close(self) -> None:
         """Stops the server, also in the middle of a request. May be called twice."""
         self._server.hang_up()
-        self._thread.stop(_STOP_S)
+        self._thread.stop(_STOP_TIMEOUT_S)
         self._server.server_close()  # a thread that is left looks at no other request
 
     def _turn(self) -> float:

@@ -32,7 +32,7 @@ A = TypeVar("A")
 _HEALTHY = (BadValue, StoreFull, StoreClosed, ValueRefused)
 _ABOUT_PUTS = (StoreFull, ValueRefused)  # `problem` keeps these until a put succeeds
 _QUICK_S = 0.02
-_PROBE_S = 0.1  # a probe without an answer after this time shows that the store hangs
+_PROBE_TIMEOUT_S = 0.1  # a probe without an answer after this time shows that the store hangs
 OPEN_S = 1.0
 """Seconds between two probes of an open breaker: a short time, as a probe is only one call."""
 _DIRECTION = {"get": "load", "put": "save"}
@@ -97,7 +97,7 @@ class GuardedStore(HookedStore):
     @property
     def _is_probe_late(self) -> bool:
         probed_at = self._probed_at
-        return probed_at is not None and self._clock() - probed_at > _PROBE_S
+        return probed_at is not None and self._clock() - probed_at > _PROBE_TIMEOUT_S
 
     def doubt(self) -> None:
         """Starts a probe because calls of other processes timed out. Any thread may call it.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _PATH = "/v1/traces"  # OTLP's path, for a receiver's URL without a path
-_EXPORT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
+_EXPORT_TIMEOUT_S = 3.0  # the longest that a stop waits for a receiver that does not answer
 _WARNING_INTERVAL_S = 3600.0  # between two warnings that spans are not received
 _NS = 1_000_000_000
 _NO_RECEIVER = (404, 405, 501)  # others, as 401, may be a receiver's
@@ -85,12 +85,12 @@ def _telling_exporter(url: str, setting: str) -> SpanExporter:
             result = super().export(spans)
             if result is SpanExportResult.FAILURE and self._silent_until.is_over():
                 self._silent_until = Deadline(_WARNING_INTERVAL_S)
-                why = why_not_received(url, _EXPORT_S) or "the receiver did not take them"
+                why = why_not_received(url, _EXPORT_TIMEOUT_S) or "the receiver did not take them"
                 shown = _without_user(url).partition("?")[0]
                 log.warning("%s=%s: spans are lost: %s: %s", setting, shown, why, REMEDY)
             return result
 
-    return Telling(endpoint=endpoint_of(url), timeout=_EXPORT_S)
+    return Telling(endpoint=endpoint_of(url), timeout=_EXPORT_TIMEOUT_S)
 
 
 def open_provider(

@@ -45,7 +45,7 @@ MAX_BYTES = 64 << 30
 MAX_HUNG_CALLS = 2
 _MAX_ASKED = 8  # jobs that wait for the model; each choice asks so many of their events
 _CHECK_INTERVAL_S = 0.1  # a job ends so many seconds after its deadline at the latest
-STOP_S = 1.0
+STOP_TIMEOUT_S = 1.0
 """Seconds in which `close` puts the markers of hand-offs that it ended, and ends its threads."""
 
 _Entry = tuple[Urgency, float, int, Job]
@@ -188,7 +188,7 @@ class JobQueue:
             is_first = not self._is_closing
             self._is_closing = True
         if not is_first:
-            self._closed.wait(drain_s + STOP_S)
+            self._closed.wait(drain_s + STOP_TIMEOUT_S)
             return False
         try:
             self._close(drain_s)
@@ -199,8 +199,8 @@ class JobQueue:
     def _close(self, drain_s: float) -> None:
         self._wait_until_idle(drain_s)
         self._end_all()
-        deadline = Deadline(STOP_S)
-        self._wait_until_idle(STOP_S / 2)  # time to put the markers of failed hand-offs
+        deadline = Deadline(STOP_TIMEOUT_S)
+        self._wait_until_idle(STOP_TIMEOUT_S / 2)  # time to put the markers of failed hand-offs
         with self._has_ready:
             self._is_closed = True
             self._has_ready.notify_all()

@@ -30,7 +30,7 @@ from pdstore.threads import Deadline
 from pdstore.worker.follow import Follow
 from pdstore.worker.heartbeat import Heartbeat
 from pdstore.worker.job import Job, Urgency
-from pdstore.worker.job_queue import MAX_JOBS, STOP_S, JobQueue
+from pdstore.worker.job_queue import MAX_JOBS, STOP_TIMEOUT_S, JobQueue
 from pdstore.worker.load import LoadWork
 from pdstore.worker.mover import open_mover
 from pdstore.worker.save import MarkWork, OpenSave, RunningSaves, SaveWork
@@ -41,7 +41,7 @@ from pdstore.worker.values import PromptBlocks, Tables, bytes_of
 log = logging.getLogger(__name__)
 
 _BYTES_PER_S = 1e9  # a job's timeout is one second longer for every so many bytes
-_PIN_S = 30.0
+_PIN_TIMEOUT_S = 30.0
 
 
 class KVPool:
@@ -113,7 +113,7 @@ class KVPool:
         """
         memory = self._mover.transfer.memory
         if timeout_s is None:
-            timeout_s = _PIN_S + memory.num_bytes / _BYTES_PER_S
+            timeout_s = _PIN_TIMEOUT_S + memory.num_bytes / _BYTES_PER_S
         memory.ready(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
@@ -292,7 +292,7 @@ class KVPool:
         caller waits until the first call has ended. In the child of a fork it does nothing, because
         the threads, the device and the store are the parent's.
         """
-        deadline = Deadline(self._settings.drain_s + STOP_S)
+        deadline = Deadline(self._settings.drain_s + STOP_TIMEOUT_S)
         if self._queue.close(self._settings.drain_s):
             for thread in (self._heartbeat, self._watch):
                 thread.close(deadline.remaining_s())

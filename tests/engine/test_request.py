@@ -109,7 +109,7 @@ def test_prompts_that_come_together_save_what_they_share_once(request_of, instan
     assert compute(request_of(), 300) == [None]
     assert instance_.cache.clear()
     assert [save.first_token for save in compute(request_of(), 300)] == [0], "the pool lost it"
-    monkeypatch.setattr(prefix_cache, "CLAIM_S", -1.0)
+    monkeypatch.setattr(prefix_cache, "CLAIM_TIMEOUT_S", -1.0)
     assert [save.first_token for save in compute(request_of(), 300)] == [0], "it may have failed"
 
 

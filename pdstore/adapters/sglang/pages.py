@@ -197,7 +197,7 @@ def _rope(directory: Path, args: Any) -> str:
     return shaping(fields, max_model_len=args.context_length or text.get("max_position_embeddings"))
 
 
-_LONGEST_S = 3600.0  # lookups and jobs end sooner, at their own deadlines
+_MAX_TIMEOUT_S = 3600.0  # lookups and jobs end sooner, at their own deadlines
 _ROUTER_DUTY = "ask that instance for each prompt first"
 _MHA = "MHATokenToKVPoolHost"
 _MLA = "MLATokenToKVPoolHost"
@@ -318,7 +318,7 @@ class PagePool:
         keys = self._keys(hashes)
         if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
             return len(keys)
-        return len(self._cache.lookup(keys).wait(_LONGEST_S).keys)
+        return len(self._cache.lookup(keys).wait(_MAX_TIMEOUT_S).keys)
 
     def load(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
         """Loads stored pages into the host pool; returns how many leading pages were loaded.
@@ -364,4 +364,4 @@ class PagePool:
         return PromptKeys.named(self.namespace, names)
 
     def _num_pages(self, job: Job) -> int:
-        return job.wait(_LONGEST_S).num_tokens // self.namespace.block_tokens
+        return job.wait(_MAX_TIMEOUT_S).num_tokens // self.namespace.block_tokens

@@ -28,7 +28,7 @@ from pdstore.store.transfer import (
     Turn,
 )
 
-_LOOK_S = 0.05
+_CHECK_INTERVAL_S = 0.05
 _MAX_TRIES = 3
 
 
@@ -114,7 +114,7 @@ class ArenaTransfer(Transfer):
 
     def _wait_for_memory(self, turn: Turn) -> None:
         """Waits until memory is pinned. Raises the error of that, or JobError if the job ended."""
-        while not self.memory.is_ready(_LOOK_S):
+        while not self.memory.is_ready(_CHECK_INTERVAL_S):
             turn.raise_if_over()
 
     def _fill(self, turn: Turn, moves: Sequence[Move]) -> None:

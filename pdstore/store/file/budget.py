@@ -16,7 +16,7 @@ from pdstore.store.file.mount import Doubt
 DEFAULT_BUDGET = 20 << 30
 _SMALL = 1 << 30
 _PAGE = 4096  # a file's space on disk is a multiple of it
-_RETRY_S = 1.0
+_RETRY_INTERVAL_S = 1.0
 
 
 class Budget:
@@ -77,7 +77,7 @@ class Budget:
         if num_bytes <= self.num_bytes:
             return True
         if self._is_default and self._clock() >= self._looked_until:
-            self._looked_until = self._clock() + _RETRY_S
+            self._looked_until = self._clock() + _RETRY_INTERVAL_S
             self.grow(sum(on_disk(file.size) for file in self._directory.files()))
         return num_bytes <= self.num_bytes
 

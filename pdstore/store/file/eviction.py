@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 MAX_LEASE_S = 3600.0
 _LOCK_TIMEOUT_S = 0.5  # a put waits so long for another thread's or process's eviction
 _LARGE_STEP = 64 << 20  # bytes; a pool of larger steps is scanned by a thread, not by a put
-_RETRY_S = 1.0
-_JOIN_S = 1.0
+_RETRY_INTERVAL_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 _MAX_OLDEST = 1024
 _NUM_NEWEST = 3  # files; a marker needs an inode, and one more if its directory is missing
 _EXPECTED = frozenset({0, errno.ENOENT, errno.EBUSY})  # ends of deletions that are no failures
@@ -158,7 +158,7 @@ class Evictor:
         with self._lock:
             self._is_closed = True
         if self._thread is not None:
-            self._thread.stop(_JOIN_S)
+            self._thread.stop(_JOIN_TIMEOUT_S)
 
     def expect_room(self) -> None:
         """Notes that calls have deleted values: the next put scans before it is refused."""
@@ -193,7 +193,7 @@ class Evictor:
 
     def _scan(self) -> float | None:
         is_done = self._is_known_full() or self._evict(0, _LOCK_TIMEOUT_S)
-        return None if is_done else _RETRY_S
+        return None if is_done else _RETRY_INTERVAL_S
 
     def _is_known_full(self) -> bool:
         return self._clock() < self._full_until

@@ -36,9 +36,9 @@ from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 0.5
-DRAIN_S = 0.5
-CLOSE_S = 2.0
+PROBE_TIMEOUT_S = 0.5
+DRAIN_TIMEOUT_S = 0.5
+CLOSE_TIMEOUT_S = 2.0
 ENDED = "transfers ended by a close"
 """The name under which `codes` counts calls that the library gave up while transfers went on."""
 
@@ -49,7 +49,7 @@ class Server:
     address: `host:port`.
     """
 
-    def __init__(self, label: str, address: str, timeout_s: float = PROBE_S) -> None:
+    def __init__(self, label: str, address: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._where = f"{label}: the server at {address}"
         self._timeout_s = timeout_s
         host, _, port = address.rpartition(":")
@@ -206,7 +206,7 @@ class Client:
             self._suspended = None
             self._changed.notify_all()
 
-    def close(self, drain_s: float = DRAIN_S, close_s: float = CLOSE_S) -> None:
+    def close(self, drain_s: float = DRAIN_TIMEOUT_S, close_s: float = CLOSE_TIMEOUT_S) -> None:
         """Waits for running calls, then closes the library's object. May be called twice.
 
         Ends within `close_s`, unless the library keeps the GIL for longer. If calls still run
@@ -237,7 +237,7 @@ class Client:
             return isinstance(error, StoreTimeout)
         return False
 
-    def _close_raw(self, raw: Raw, timeout_s: float = CLOSE_S) -> None:
+    def _close_raw(self, raw: Raw, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Closes an object; keeps it for ever if the close does not end within `timeout_s`."""
         self._before_close()
         try:
@@ -281,7 +281,7 @@ _aside: list[Raw | Client] = []
 
 
 def close_together(
-    clients: Sequence[Client], drain_s: float = DRAIN_S, close_s: float = CLOSE_S
+    clients: Sequence[Client], drain_s: float = DRAIN_TIMEOUT_S, close_s: float = CLOSE_TIMEOUT_S
 ) -> None:
     """Closes clients; after `close_s` the rest stays open. Their running calls share `drain_s`.
 

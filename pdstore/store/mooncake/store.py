@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _WINDOWS = (32, 128, 512)
 _SLOW_S = 0.8  # a transfer that fails later than this has waited for a hung peer
-_WRITER_S = 1.0  # a put waits so long for another writer of the same key
+_WRITER_TIMEOUT_S = 1.0  # a put waits so long for another writer of the same key
 _MAX_EVICTIONS = 3
 _MAX_BYTES = 4 << 20  # of an HTTP answer; the master's /metrics has a hundredth of that
 _MAX_KEY_BYTES = 1 << 30  # of the list of keys; enough for 14 million keys
@@ -290,7 +290,7 @@ class MooncakeStore(Store):
                 raise error_of(code, f"{self.label}: put of {key}", num_done=num_put)
         stored = self._num_stored(keys)
         num_evictions = 0
-        end = time.monotonic() + _WRITER_S
+        end = time.monotonic() + _WRITER_TIMEOUT_S
         pause = 0.002
         while stored < len(keys) and codes[stored] >= 0:
             what = f"{self.label}: {keys[stored]}"

@@ -29,7 +29,7 @@ _ROUNDS = 3
 _OF_A_REPLICA = (ReadOnlyError, MasterDownError)
 """Errors of a server that was a master when the connection was made, or whose master is away."""
 
-_RENEW_S = 1.0
+_RENEW_INTERVAL_S = 1.0
 """Minimum time between two renewals of a pool: the address may lead to a replica for good."""
 
 _ELSEWHERE = (MovedError, AskError, *_OF_A_REPLICA, redis.ConnectionError)
@@ -99,7 +99,7 @@ class OneServer:
             if client is not self._client:
                 return True
             now = time.monotonic()
-            if now - self._renewed_at < _RENEW_S:
+            if now - self._renewed_at < _RENEW_INTERVAL_S:
                 return False
             self._renewed_at = now
             self._client = redis.Redis(connection_pool=self._open_pool())

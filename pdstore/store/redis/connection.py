@@ -46,7 +46,7 @@ from pdstore.store.redis.cluster import Address, Cluster, OneServer
 from pdstore.store.redis.remedies import CONNECTION_ERRORS, remedy_of, short
 from pdstore.store.url import StoreURL
 
-_CONNECT_S = 1.0
+_CONNECT_TIMEOUT_S = 1.0
 _TIMEOUT_S = 5.0
 _IDLE_S = 60.0  # middleboxes forget an idle connection after minutes: Azure's after four
 _KEEPALIVE = {
@@ -102,7 +102,7 @@ def _options(url: StoreURL) -> dict[str, Any]:
         "username": url.username,
         "password": url.password,
         "socket_timeout": url.seconds("timeout", _TIMEOUT_S, 600),
-        "socket_connect_timeout": _CONNECT_S,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,
         "protocol": 2,
@@ -186,8 +186,8 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
     if not re.fullmatch(r"[^/]+", name):
         raise ConfigError(f"{url.label}: name the master: {url.scheme}://host:26379/mymaster")
     ask = {
-        "socket_timeout": _CONNECT_S,
-        "socket_connect_timeout": _CONNECT_S,
+        "socket_timeout": _CONNECT_TIMEOUT_S,
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "retry": options["retry"],
         "password": url.options.pop("sentinel_password", None),
         **{name: options[name] for name in options if name.startswith("socket_keepalive")},

@@ -22,7 +22,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Match
 from pdstore.store.base import Slots
 from pdstore.store.guard import GuardedStore
-from pdstore.store.mooncake.client import PROBE_S
+from pdstore.store.mooncake.client import PROBE_TIMEOUT_S
 from pdstore.testing import fresh_keys
 from pdstore.testing.values import content, get, put, start_background
 from tests.support.kv import POISON, Instance, eventually
@@ -314,6 +314,6 @@ def test_the_library_waits_no_longer_than_it_was_told(cluster):
             with pytest.raises(StoreError):
                 store.match(fresh_keys(1))
             assert time.monotonic() - start < 5 * RPC_S, "the library's default is 30 s"
-            only_asked = f"did not answer within {PROBE_S} s"
+            only_asked = f"did not answer within {PROBE_TIMEOUT_S} s"
             with pytest.raises(StoreTimeout, match=only_asked):
                 store.match(fresh_keys(1))
