@@ -17,7 +17,7 @@ PumpOptions pump_options_of(const pds_options &options, Direction direction, con
   const auto or_default = [](int64_t asked, int64_t other) { return asked > 0 ? asked : other; };
   int64_t layer_bytes = 0;  // of the largest layer, which a ring must hold
   for (const Part &part : layout.parts) {
-    layer_bytes = std::max(layer_bytes, part.token_bytes * layout.max_tokens);
+    layer_bytes = std::max(layer_bytes, part.token_bytes * part.max_tokens);
   }
   const bool out = direction == Direction::kOut;
   const int64_t stage = out ? or_default(options.stage_out_bytes, kStageOut)
@@ -80,27 +80,27 @@ bool Engine::is_host(uint64_t address, int64_t bytes) const {
 }
 
 void Engine::check_ids(const JobItems &job, const pds_item &item, const Item &place,
-                       std::vector<bool> *taken) const {
-  const int64_t num_blocks = layout_.num_blocks;
+                       std::vector<std::vector<bool>> *taken) const {
+  const int64_t num_blocks = layout_.parts[item.part].num_blocks;
   const int64_t *ids = job.ids.data() + place.first_id;
   for (int32_t n = 0; n < item.num_ids; ++n) {
     if (ids[n] >= 0 && ids[n] < num_blocks) continue;
     refuse_job("block id %lld is outside the cache of %lld blocks", ids[n], num_blocks);
   }
   if (job.direction == Direction::kOut) return;
+  std::vector<bool> &is_taken = (*taken)[item.part];
+  is_taken.resize(num_blocks);
   const auto [begin, end] = layout_.blocks_of(place);
   for (int32_t n = begin; n < end; ++n) {
-    const int64_t bit = item.part * num_blocks + ids[n];
-    if ((*taken)[bit]) refuse_job("a load names block %lld twice", ids[n]);
-    (*taken)[bit] = true;
+    if (is_taken[ids[n]]) refuse_job("a load names block %lld twice", ids[n]);
+    is_taken[ids[n]] = true;
   }
 }
 
 void Engine::check(const JobItems &job, const std::vector<pds_item> &items) const {
-  const int32_t step = layout_.block_tokens;
   const auto num_ids = static_cast<int64_t>(job.ids.size());
   const bool is_load = job.direction == Direction::kIn;
-  std::vector<bool> taken(is_load ? layout_.parts.size() * layout_.num_blocks : 0);
+  std::vector<std::vector<bool>> taken(is_load ? layout_.parts.size() : 0);  // blocks, by part
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < items.size(); ++i) {
     const pds_item &item = items[i];
@@ -110,6 +110,7 @@ void Engine::check(const JobItems &job, const std::vector<pds_item> &items) cons
                  item.part);
     }
     if (place.first_id + item.num_ids > num_ids) refuse("fewer ids than the items say");
+    const int32_t step = layout_.parts[item.part].block_tokens;
     if (int64_t{item.num_ids} * step < item.num_tokens) {
       refuse_job("%lld engine blocks cannot hold %lld tokens", item.num_ids, item.num_tokens);
     }

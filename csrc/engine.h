@@ -48,7 +48,7 @@ class Engine {
   void check_process() const;
   void check(const JobItems &job, const std::vector<pds_item> &items) const;
   void check_ids(const JobItems &job, const pds_item &item, const Item &place,
-                 std::vector<bool> *taken) const;
+                 std::vector<std::vector<bool>> *taken) const;
   bool is_host(uint64_t address, int64_t bytes) const;
   void order(Job *job, Stream stream, Event ready);
 

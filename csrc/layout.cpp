@@ -62,17 +62,22 @@ bool RegionClass::is_strided(const Block &block) const {
 }
 
 void Layout::assign(const pds_options &options, const pds_part *shapes, const pds_region *regions) {
-  num_blocks = options.num_blocks, path = options.path;
-  block_tokens = options.block_tokens, max_tokens = options.max_tokens;
-  if (num_blocks < 1 || num_blocks > INT32_MAX || block_tokens < 1 || max_tokens < block_tokens) {
-    refuse("no engine blocks");
-  }
+  path = options.path;
   if (path < PDS_PATH_AUTO || path > PDS_PATH_STAGE) refuse("no such path");
   for (int32_t i = 0; i < options.num_parts; ++i) {
     if (shapes[i].num_layers < 1 || shapes[i].num_heads < 1 || shapes[i].cell < 1) {
       refuse("a part has no layers, heads or bytes");
     }
-    parts.push_back({shapes[i].num_layers, shapes[i].num_heads * shapes[i].cell, {}});
+    if (shapes[i].num_blocks < 1 || shapes[i].num_blocks > INT32_MAX ||
+        shapes[i].block_tokens < 1 || shapes[i].max_tokens < shapes[i].block_tokens) {
+      refuse("no engine blocks");
+    }
+    parts.push_back({shapes[i].num_layers,
+                     shapes[i].num_heads * shapes[i].cell,
+                     shapes[i].num_blocks,
+                     shapes[i].block_tokens,
+                     shapes[i].max_tokens,
+                     {}});
   }
   for (int32_t i = 0; i < options.num_regions; ++i) {
     const int32_t part = regions[i].part;
@@ -82,7 +87,7 @@ void Layout::assign(const pds_options &options, const pds_part *shapes, const pd
   for (Part &part : parts) {
     if (part.classes.empty()) refuse("a part without regions");
     for (RegionClass &of_shape : part.classes) of_shape.step = step_of(of_shape);
-    part.can_be_summed = can_sum(*this, part);
+    part.can_be_summed = can_sum(part);
   }
   if (parts.empty()) refuse("no parts");
 }
@@ -106,19 +111,20 @@ void Layout::add(const pds_region &r, const pds_part &p) {
 }
 
 std::pair<int32_t, int32_t> Layout::blocks_of(const Item &item) const {
-  return {item.first_token / block_tokens, (item.num_tokens + block_tokens - 1) / block_tokens};
+  const int32_t step = parts[item.part].block_tokens;
+  return {item.first_token / step, (item.num_tokens + step - 1) / step};
 }
 
 Block Layout::block_of(const Item &item, int32_t number, int64_t id) const {
-  const int32_t first = number * block_tokens;
+  const int32_t step = parts[item.part].block_tokens, first = number * step;
   return {item.payload, static_cast<int32_t>(id), item.num_tokens, first,
-          std::min(block_tokens, item.num_tokens - first)};
+          std::min(step, item.num_tokens - first)};
 }
 
 pds_plan Layout::plan_of(Direction direction, int32_t number, int32_t num_tokens,
                          bool has_batch) const {
   const Part &part = parts[number];
-  const Block block{0, 0, num_tokens, 0, std::min(block_tokens, num_tokens)};
+  const Block block{0, 0, num_tokens, 0, std::min(part.block_tokens, num_tokens)};
   const int64_t bytes = part.num_layers * part.token_bytes * block.count;
   pds_plan plan{PDS_PATH_STAGE, 0, INT64_MAX, bytes, ""};
   bool is_strided = true;
@@ -176,7 +182,7 @@ bool SliceWalk::next(Slice *slice) {
     int64_t layers =
         std::min<int64_t>(part.num_layers - layer_, (limit - slice->bytes) / per_layer);
     if (plan.path == PDS_PATH_BATCH) {
-      const int64_t blocks = (item.num_tokens + layout_.block_tokens - 1) / layout_.block_tokens;
+      const int64_t blocks = (item.num_tokens + part.block_tokens - 1) / part.block_tokens;
       const int64_t per = std::max<int64_t>(1, plan.num_pieces * blocks / part.num_layers);
       layers = std::min(layers, std::max<int64_t>(0, kMaxPieces - pieces) / per);
       pieces += std::max<int64_t>(layers, 0) * per;

@@ -37,6 +37,8 @@ struct RegionClass {
 struct Part {
   int32_t num_layers = 0;
   int64_t token_bytes = 0;  // of one layer
+  int64_t num_blocks = 0;
+  int32_t block_tokens = 0, max_tokens = 0;  // of an engine block, of a payload
   std::vector<RegionClass> classes;
   bool can_be_summed = false;  // where its payloads lie in the cache
 };
@@ -50,8 +52,6 @@ struct Item {
 
 struct Layout {
   std::vector<Part> parts;
-  int64_t num_blocks = 0;
-  int32_t block_tokens = 0, max_tokens = 0;
   int32_t path = PDS_PATH_AUTO;  // forced
 
   // Throws a Failure if these regions are no layout.
@@ -60,7 +60,7 @@ struct Layout {
   // True if the item's payload is one of this layout.
   bool holds(const pds_item &item) const {
     return item.part >= 0 && item.part < static_cast<int32_t>(parts.size()) &&
-           item.num_tokens >= 1 && item.num_tokens <= max_tokens;
+           item.num_tokens >= 1 && item.num_tokens <= parts[item.part].max_tokens;
   }
   int64_t payload_bytes(const pds_item &item) const {
     return parts[item.part].num_layers * parts[item.part].token_bytes * item.num_tokens;

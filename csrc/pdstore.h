@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 24 };
+enum { PDS_ABI = 25 };
 
 enum {
   PDS_OK = 0,
@@ -66,15 +66,14 @@ typedef struct {
 // One kind of payload: [layer][token][head][cell].
 typedef struct {
   int32_t num_layers, num_heads;
-  int64_t cell;  // bytes per token and head: K and V
+  int64_t cell;                      // bytes per token and head: K and V
+  int64_t num_blocks;                // engine blocks in the caches of this part
+  int32_t block_tokens, max_tokens;  // of an engine block, of a payload
 } pds_part;
 
 typedef struct {
-  int32_t abi;           // PDS_ABI of the caller
-  int32_t device;        // CUDA ordinal, or PDS_CPU
-  int64_t num_blocks;    // engine blocks in the paged cache
-  int32_t block_tokens;  // tokens of an engine block
-  int32_t max_tokens;    // of a payload
+  int32_t abi;     // PDS_ABI of the caller
+  int32_t device;  // CUDA ordinal, or PDS_CPU
   int32_t path, num_parts, num_regions;
   int64_t copy_out_bytes, copy_in_bytes;    // a slice of the copy engines' paths; 0: the default
   int64_t stage_out_bytes, stage_in_bytes;  // a slice of the staged path: the device ring of a lane

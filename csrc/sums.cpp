@@ -8,11 +8,11 @@ namespace pds {
 
 static_assert(kChunkWords * kWordBytes == kChunkBytes);
 
-bool can_sum(const Layout &layout, const Part &part) {
+bool can_sum(const Part &part) {
   const auto size = static_cast<int64_t>(part.classes.size());
   if (size > kSumShapes || size * part.num_layers > kSumRegions) return false;
-  if (layout.max_tokens / layout.block_tokens >= kSumIds) return false;
-  const int64_t most_bytes = part.num_layers * part.token_bytes * layout.max_tokens;
+  if (part.max_tokens / part.block_tokens >= kSumIds) return false;
+  const int64_t most_bytes = part.num_layers * part.token_bytes * part.max_tokens;
   if (most_bytes / kWordBytes >= UINT32_MAX) return false;
   int64_t end = 0;  // of a cell's bytes that the regions so far hold
   for (const RegionClass &regions : part.classes) {
@@ -38,7 +38,7 @@ void set_keys(SumParams *params) {
 size_t add_sums(const Layout &layout, const JobItems &job, int32_t number, size_t begin,
                 SumParams *p) {
   const Part &part = layout.parts[number];
-  p->num_shapes = 0, p->num_layers = part.num_layers, p->block_tokens = layout.block_tokens;
+  p->num_shapes = 0, p->num_layers = part.num_layers, p->block_tokens = part.block_tokens;
   for (const RegionClass &regions : part.classes) {
     std::copy(regions.bases.begin(), regions.bases.end(),
               p->bases + p->num_shapes * part.num_layers);

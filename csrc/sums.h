@@ -83,7 +83,7 @@ constexpr uint64_t end_of_chunk(uint64_t sum) {
 }
 
 // True if payloads of a part can be summed where they lie.
-bool can_sum(const Layout &layout, const Part &part);
+bool can_sum(const Part &part);
 // Sets XXH3's constants, which are the same in all sums.
 void set_keys(SumParams *params);
 // Adds a job's sums of one part, as many as fit from number `begin` on; returns where to go on.

@@ -32,10 +32,9 @@ inline pds_engine *open_engine(const Cache &cache, int32_t path) {
     regions.push_back({cache.address() + layer * kBlocks * kBlock, kBlock, kHeads * kCell, kCell,
                        kCell, 0, layer, 0});
   }
-  const pds_part part{kLayers, kHeads, kCell};
+  const pds_part part{kLayers, kHeads, kCell, kBlocks, kTokens, kTokens * kPerBlock};
   pds_options options{};
-  options.abi = PDS_ABI, options.device = PDS_CPU, options.num_blocks = kBlocks;
-  options.block_tokens = kTokens, options.max_tokens = kTokens * kPerBlock;
+  options.abi = PDS_ABI, options.device = PDS_CPU;
   options.path = path, options.num_parts = 1;
   options.num_regions = kLayers, options.copy_out_bytes = 4096;
   options.copy_in_bytes = 6000;

@@ -252,7 +252,8 @@ class EngineRequest:
     def give_up(self, reason: Reason = Reason.FAULT) -> None:
         """Gives up the lookup and the loads of this request, because something failed.
 
-        The engine may compute at once; it need not wait for a lookup or a load that still runs.
+        The engine need not wait for the lookup any more. But a load that has begun may write its
+        blocks until its jobs are done.
         """
         if self._lookup is not None and self._phase is RequestPhase.LOOKUP:
             self._lookup.cancel()

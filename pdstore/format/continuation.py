@@ -81,7 +81,8 @@ class Continuation:
 
     def _has_gap(self, tables: BlockTables, number: int, num_tokens: int) -> bool:
         """Returns whether a block table lacks an entry that it must have at `num_tokens` tokens."""
-        blocks, step = self.blocks(number, num_tokens), self.block_entries[number]
+        blocks = self.blocks(number, num_tokens)
+        step = self.block_entries[number]
         return NO_BLOCK in tables[number][blocks.start * step : blocks.stop * step]
 
 

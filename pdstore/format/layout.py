@@ -148,8 +148,9 @@ class Layout:
     @cached_property
     def held_layers(self) -> tuple[int, ...]:
         """The numbers of the layers in this rank's cache, in the cache's order."""
-        pipeline, every = self.pipeline, range(len(self.identity.layers))
-        return tuple(n for n in every if pipeline is None or pipeline.stage_of[n] == pipeline.stage)
+        every = range(len(self.identity.layers))
+        of = self.pipeline
+        return tuple(n for n in every if of is None or of.stage_of[n] == of.stage)
 
     @cached_property
     def held_ranges(self) -> tuple[int, ...]:
@@ -179,12 +180,12 @@ class Layout:
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
         """The parts that this rank saves and loads; all ranks of a stage own its MLA groups."""
-        identity, shards, layers = self.identity, self.owned_shards, set(self.held_layers)
+        identity = self.identity
         return tuple(
             part
             for part in identity.parts
-            if identity.groups[part.group][0] in layers
-            and (part.shard in shards or identity.shards_of(part.group) == 1)
+            if identity.groups[part.group][0] in self.held_layers
+            and (part.shard in self.owned_shards or identity.shards_of(part.group) == 1)
         )
 
     @cached_property
@@ -227,7 +228,8 @@ class Layout:
 
     def _cache(self, layer: int, tables: Sequence[int]) -> CacheGeometry:
         """Returns the cells of a layer: a packed page is one cell, else each token is one."""
-        identity, spec = self.identity, self.identity.layers[layer]
+        identity = self.identity
+        spec = identity.layers[layer]
         by_token = CacheGeometry(
             table=spec.table,
             entry_tokens=tables[spec.table],
@@ -239,8 +241,9 @@ class Layout:
         return by_token if identity.page is None else by_token.in_pages()
 
     def _part(self, part: Part, caches: Mapping[int, CacheGeometry]) -> PartGeometry:
-        layers, num_shards = self.identity.groups[part.group], self.identity.shards_of(part.group)
+        layers = self.identity.groups[part.group]
         cache = caches[layers[0]]
+        num_shards = self.identity.shards_of(part.group)
         num_heads = self.identity.spec_of(part.group).num_kv_heads // num_shards
         return PartGeometry(layers, cache, part.shard * num_heads % cache.num_heads, num_heads)
 
@@ -287,7 +290,8 @@ def _least_block(entries: Sequence[int], layers: Sequence[LayerSpec]) -> int:
 
 def _check_blocks(layout: Layout) -> None:
     """Raises LayoutError if blocks of the pool are not whole engine blocks of every table."""
-    block_tokens, is_paged = layout.block_tokens, layout.identity.page is not None
+    block_tokens = layout.block_tokens
+    is_paged = layout.identity.page is not None
     for entry_tokens in entries_of(layout.engine_block_tokens, layout.identity.layers):
         if block_tokens % entry_tokens or (is_paged and block_tokens != entry_tokens):
             raise LayoutError(

@@ -18,7 +18,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 24
+ABI = 25
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -66,11 +66,13 @@ Region = _struct(
     "base:u64 block_stride:i64 token_stride:i64 head_stride:i64 width:i64 start:i64 layer:i32"
     " part:i32",
 )
-PartShape = _struct("PartShape", "num_layers:i32 num_heads:i32 cell:i64")
+PartShape = _struct(
+    "PartShape",
+    "num_layers:i32 num_heads:i32 cell:i64 num_blocks:i64 block_tokens:i32 max_tokens:i32",
+)
 Options = _struct(
     "Options",
-    "abi:i32 device:i32 num_blocks:i64 block_tokens:i32 max_tokens:i32 path:i32"
-    " num_parts:i32 num_regions:i32 copy_out_bytes:i64 copy_in_bytes:i64"
+    "abi:i32 device:i32 path:i32 num_parts:i32 num_regions:i32 copy_out_bytes:i64 copy_in_bytes:i64"
     " stage_out_bytes:i64 stage_in_bytes:i64",
 )
 Item = _struct("Item", "payload:u64 part:i32 num_tokens:i32 first_token:i32 num_ids:i32")

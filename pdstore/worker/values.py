@@ -84,8 +84,10 @@ class PromptBlocks:
 
     def _of_length(self, num_tokens: int, blocks: BlockRange) -> Values:
         """Returns the values of blocks that all have `num_tokens` tokens."""
-        keys, geometry = self.keys, self.layout.geometry
-        parts, caches = [*geometry.parts], [of.cache for of in geometry.parts.values()]
+        keys = self.keys
+        geometry = self.layout.geometry
+        parts = [*geometry.parts]
+        caches = [of.cache for of in geometry.parts.values()]
         headers = [self._header(part, num_tokens) for part in parts]
         starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
         entries = {
@@ -106,8 +108,10 @@ class PromptBlocks:
 
     def _entries(self, table: int, num_tokens: int, blocks: BlockRange) -> list[Sequence[int]]:
         """Returns for each block the entries of a block table that hold its `num_tokens` tokens."""
-        geometry, ids = self.layout.geometry, self.tables[table]
-        step, used = geometry.block_entries(table), geometry.num_entries(table, num_tokens)
+        geometry = self.layout.geometry
+        ids = self.tables[table]
+        step = geometry.block_entries(table)
+        used = geometry.num_entries(table, num_tokens)
         return [ids[number * step : number * step + used] for number in range(*blocks)]
 
     def _header(self, part: Part, num_tokens: int) -> block.Header:

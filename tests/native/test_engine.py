@@ -218,8 +218,8 @@ def test_a_number_that_is_no_direction_is_an_error_and_copies_nothing(library, d
     cache, payload = bytearray(b"c" * 64), bytearray(b"p" * 16)
     base, to = address_of(memoryview(cache)), address_of(memoryview(payload))
     region = abi.Region(base=base, block_stride=16, token_stride=8, head_stride=8, width=8)
-    options = {"device": abi.CPU, "num_blocks": 4, "block_tokens": 2, "max_tokens": 2}
-    engine = Engine(library, options, [abi.PartShape(1, 1, 8)], [region])
+    options = {"device": abi.CPU}
+    engine = Engine(library, options, [abi.PartShape(1, 1, 8, 4, 2, 2)], [region])
     item, ids = abi.Item(payload=to, num_tokens=2, num_ids=1), bytes(8)
     with pytest.raises(LayoutError):
         engine.submit(direction, bytes(item), ids)

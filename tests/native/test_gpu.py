@@ -129,6 +129,29 @@ def test_the_pool_saves_and_loads_gpu_tensors(library, engine_block_tokens):
     d.close()
 
 
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
+def test_tables_with_block_sizes_of_their_own_move_in_place(library, memory_path, sizes):
+    """D's tables have other sizes than P's; both sum on the device what they copied."""
+    url = f"shm://test?size=64MiB&dir={memory_path}"  # a process registers a mapping once
+    arenas = [open_store(url, kv.settings_of()) for _ in "pd"]
+    layers = [LayerSpec(2, 64), LayerSpec(2, 64, table=1)]
+    p, d = (
+        gpu_instance(arena, layers=layers, engine_block_tokens=each)
+        for arena, each in zip(arenas, [sizes, (32, 32)], strict=True)
+    )
+    keys = p.cache.keys(list(range(333)))
+    ids = [range(100, 100 + -(-333 // size)) for size in sizes]
+    assert p.pool.save(keys, ids).wait(20).num_tokens == 333
+    assert d.pool.load(keys, [range(11), range(11, 22)]).wait(20).num_tokens == 333
+    for layer, d_ids in enumerate([range(11), range(11, 22)]):
+        got, want = d.tokens(d_ids, layer), p.tokens(ids[layer], layer)
+        assert torch.equal(got[:333], want[:333])
+    p.close()
+    d.close()
+    for arena in arenas:
+        arena.close()
+
+
 @pytest.mark.requirement("R-AR-7", "streams belong to an instance")
 @pytest.mark.parametrize("path", PATHS)
 def test_threads_on_streams_of_their_own_save_and_load_what_each_queued(library, path):

@@ -37,20 +37,21 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small copies, in every split."""
+    """Up to 18 regions of small copies, in every split; two tables of equal or other blocks."""
     engine = draw(st.sampled_from([1, 2, 4, 16]))
+    more = draw(st.sampled_from([1, 2, 4]))
     heads = draw(st.sampled_from([1, 2, 4]))
     specs = [
         LayerSpec(heads, draw(st.integers(1, 40)), value_dim=draw(st.integers(1, 40))),
-        LayerSpec(1, draw(st.integers(1, 90)), value_dim=0, kind="mla"),
+        LayerSpec(1, draw(st.integers(1, 90)), value_dim=0, kind="mla", table=1),
     ]
     layers = draw(st.lists(st.sampled_from(specs), min_size=1, max_size=9))
     return layout_of(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
         rope="",
         layers=tuple(layers),
-        block_tokens=engine * draw(st.sampled_from([1, 2, 4])),
-        engine_block_tokens=engine,
+        block_tokens=engine * more * draw(st.sampled_from([1, 2, 4])),
+        engine_block_tokens=(engine, engine * more)[: 1 + max(spec.table for spec in layers)],
         num_shards=draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0])),
     )
 
@@ -87,9 +88,10 @@ def check_parity(library, device, data, layout, most_blocks) -> None:
     shape = data.draw(SHAPES)
     num_blocks = data.draw(st.integers(most_blocks // 2, most_blocks))
     case = Case.of(layout, num_blocks, device, **shape)
-    per_block = layout.block_tokens // layout.engine_block_tokens
+    least = min(layout.geometry.tables)  # larger engine blocks need only the first ids
+    per_block = layout.block_tokens // least
     num_tokens = data.draw(st.integers(1, layout.block_tokens))
-    used = -(-num_tokens // layout.engine_block_tokens)
+    used = -(-num_tokens // least)
     ids = data.draw(st.permutations(range(num_blocks)))
     blocks = data.draw(st.integers(0, num_blocks // per_block))
     tables = [ids[i * per_block :][:used] for i in range(blocks)]
@@ -112,7 +114,7 @@ def check_parity(library, device, data, layout, most_blocks) -> None:
     torch_swap.gather(case.copies(repeated, num_tokens, view_of(again)))
     assert torch.equal(room, again)
 
-    step = layout.engine_block_tokens
+    step = layout.geometry.common_tokens
     first = data.draw(st.integers(0, (num_tokens - 1) // step)) * step
     a, b = (Case.of(layout, num_blocks, device, **shape, seed=1) for _ in range(2))
     TorchSwap(layout, a.caches).scatter(a.copies(tables, num_tokens, view_of(want), first))

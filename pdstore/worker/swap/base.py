@@ -250,7 +250,8 @@ class TorchSwap(Swap):
     def gather(self, copies: Sequence[BlockCopy], ready: ReadyEvent | None = None) -> None:
         self.device_event_or_wait(ready)
         for copy in copies:
-            ids, heads = self._ids(copy), self._geometry.parts[copy.part].heads
+            ids = self._ids(copy)
+            heads = self._geometry.parts[copy.part].heads
             for cache, payload in self._layers(copy):
                 rows = cache[ids][:, :, heads].flatten(0, 1)
                 payload.copy_(rows[: copy.num_tokens])
@@ -259,7 +260,8 @@ class TorchSwap(Swap):
         self.device_event_or_wait(ready)
         for copy in copies:
             geometry = self._geometry.parts[copy.part]
-            step, heads = geometry.cache.entry_cells, geometry.heads
+            step = geometry.cache.entry_cells
+            heads = geometry.heads
             if copy.first_token % step:
                 raise LayoutError(
                     f"first_token {copy.first_token} is not on an engine block of {step}"

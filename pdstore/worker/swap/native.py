@@ -81,15 +81,7 @@ class NativeSwap(Swap):
             self.device_api = RelaxedCudaApi(library)
         parts = layout.geometry.parts
         self._parts = {part: number for number, part in enumerate(parts)}
-        one = next(iter(parts.values()))  # the library takes one size of engine blocks for all
-        options = {
-            "device": self._ordinal,
-            "num_blocks": self.num_blocks[one.cache.table],
-            "block_tokens": one.cache.entry_cells,
-            "max_tokens": self._max_cells(one),
-            "path": int(path),
-            **(sizes or {}),
-        }
+        options = {"device": self._ordinal, "path": int(path), **(sizes or {})}
         shapes = [self._shape(part) for part in parts.values()]
         regions = [r for n, part in enumerate(parts.values()) for r in self._regions(n, part)]
         self.engine = Engine(library, options, shapes, regions)
@@ -236,6 +228,9 @@ class NativeSwap(Swap):
             num_layers=len(geometry.layers),
             num_heads=geometry.num_heads,
             cell=geometry.cache.cell_bytes,
+            num_blocks=self.num_blocks[geometry.cache.table],
+            block_tokens=geometry.cache.entry_cells,
+            max_tokens=self._max_cells(geometry),
         )
 
     def _max_cells(self, geometry: PartGeometry) -> int:

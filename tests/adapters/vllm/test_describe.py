@@ -101,7 +101,7 @@ NAMES = ["layer.0", "layer.1"]
 def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
     parallel, draft_layers, expected
 ):
-    layout = SimpleNamespace(draft_layers=draft_layers)
+    layout = SimpleNamespace(identity=SimpleNamespace(draft_layers=draft_layers))
     assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
 
 
@@ -240,6 +240,7 @@ def test_this_vllm_tells_adapters_of_one_name_apart_by_their_paths():
 
 def test_an_indexer_as_old_vllm_describes_it_is_refused_by_name(described):
     named = {"cache_dtype_str": "fp8_ds_mla", "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
-    assert described(MLAAttentionSpec, spec={"dtype": torch.uint8, **named}).layers[0].kind == "mla"
+    made = described(MLAAttentionSpec, spec={"dtype": torch.uint8, **named})
+    assert made.identity.layers[0].kind == "mla"
     with pytest.raises(LayoutError, match=r"is an indexer of sparse attention \(DeepSeek V3\.2"):
         described(MLAAttentionSpec, spec={"dtype": torch.uint8})
