@@ -128,6 +128,27 @@ def test_each_outside_thing_has_one_door():
     )
 
 
+MOVERS = ("store.", "worker.swap.", "worker.transfer.")
+NAMERS = ("scheduler.", "format.keys.", "format.handoff.", "format.identity.")
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """The last names of imports, and the names of attributes."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | {name.rpartition(".")[2] for name in imports_of(tree)}
+
+
+def test_what_moves_bytes_reads_no_identity_and_what_names_keys_no_geometry():
+    """So models with other caches change one of the two, and models with other names the other."""
+    assert not sorted(
+        f"{module} reads {name}"
+        for rooms, barred in ((MOVERS, {"identity"}), (NAMERS, {"geometry", "layout"}))
+        for module, tree in MODULES.items()
+        if f"{module}.".startswith(rooms)
+        for name in names_of(tree) & barred
+    )
+
+
 def test_every_door_is_there():
     assert {door for doors in DOORS.values() for door in doors} <= set(MODULES)
 
