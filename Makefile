@@ -23,7 +23,8 @@ DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
 .PHONY: help packages setup setup-vllm native demo quick test test-vllm nightly chaos check docs bench
-.PHONY: test-apart test-others bench-handoff bench-load release coverage coverage-seams coverage-vllm coverage-report
+.PHONY: test-apart test-others test-uncounted test-uncountable test-vllm-uncounted bench-handoff bench-load release
+.PHONY: coverage coverage-seams coverage-vllm coverage-report
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,16 +80,26 @@ test-vllm: setup-vllm ## The tests with vLLM
 # Left out is what counting disturbs: forks beside threads and signals at each line hang, and SIGTERM
 # ends a process by coverage's own handler.
 SEAMS := $(addprefix tests/,format native scheduler engine store worker cli router telemetry status misconfigurations) \
-  $(wildcard tests/test_*.py)
+  $(filter-out $(addprefix tests/test_,docs.py house.py lint.py modules.py requirements.py),$(wildcard tests/test_*.py))
 VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py)
-COUNTABLE := not fork and not signal_handler and not SIGTERM
+UNCOUNTABLE := fork or signal_handler or SIGTERM
 coverage: coverage-seams coverage-vllm coverage-report ## How much of each folder of pdstore/ the seams' tests run
-coverage-seams: setup
-	@$(BIN)/python -m coverage run -m pytest -m 'not vllm and not nightly' -k '$(COUNTABLE)' $(SEAMS) || [ $$? = 1 ]
+coverage-seams: setup # counted, an example of hypothesis may take longer than its 200 ms: the profile allows it
+	@$(BIN)/python -m coverage run -m pytest -m 'not vllm and not nightly' -k 'not ($(UNCOUNTABLE))' \
+	  --hypothesis-profile=ci $(if $(filter tests/%,$(ARGS)),,$(SEAMS)) $(ARGS)
 coverage-vllm: setup-vllm
-	@$(VLLM_BIN)/python -m coverage run -m pytest -m 'vllm and not nightly' $(VLLM_SEAMS) || [ $$? = 1 ]
+	@$(VLLM_BIN)/python -m coverage run -m pytest -m 'vllm and not nightly' $(VLLM_SEAMS) $(ARGS)
 coverage-report: setup
 	@$(BIN)/python -m coverage combine -q && $(BIN)/python -m tests.support.rooms
+
+# What `make test` and `make test-vllm` run beside the counted tests and APART: CI runs each test once.
+test-uncounted: setup
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(addprefix --ignore=,$(SEAMS) $(APART)) $(ARGS)
+test-uncountable: setup
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' -k '$(UNCOUNTABLE)' \
+	  $$(grep -rlE 'fork|signal_handler|SIGTERM' --include='test_*.py' $(SEAMS)) $(ARGS)
+test-vllm-uncounted: setup-vllm
+	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(VLLM_TESTS) $(addprefix --ignore=,$(VLLM_SEAMS)) $(ARGS)
 
 nightly: setup-vllm ## The tests that take minutes
 	@$(VLLM_BIN)/python -m pytest -m nightly $(ARGS)
