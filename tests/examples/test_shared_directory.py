@@ -42,7 +42,7 @@ def hosts(tmp_path, checkpoints):
             for role, disk in (("prefill", p_disk), ("decode", d_disk))
         ]
         for engine in engines:
-            until(engine.is_ready)
+            engine.wait_ready()
 
         def route(mode):
             port = free_port()
