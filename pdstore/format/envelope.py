@@ -1,11 +1,12 @@
 """Envelopes: stored values encrypted and authenticated by a seal key, with AES-256-GCM.
 
-    envelope  head | ciphertext, as long as the value | tag, 16
-    head      "PDSE" | version, 1 | zeros, 3 | key id, 8 | run, 16 | number, u64 little-endian
+    envelope  head | ciphertext, as long as the value | tag, 16 bytes
+    head      "PDSE" | the version, 1 byte | 3 zero bytes | key id, 8 bytes | run, 16 bytes
+              | number, u64 little-endian
 
     key id    the first 8 bytes of sha256("pdstore seal key id" | seal key)
     run key   HKDF-SHA256(seal key, no salt, "pdstore run key" | run), 32 bytes
-    nonce     zeros, 4 | number
+    nonce     4 zero bytes | number
     with it authenticated: head | the text of the value's key (associated data)
 
 A run is the random name of one writer. The writer numbers the values that it encrypts. So a run key

@@ -52,7 +52,7 @@ class Upstream:
         self.down_until = 0.0
 
     def timed_out(self, retry_interval_s: float) -> None:
-        """Notes that it let a request wait in vain: it is skipped for so long."""
+        """Notes that it let a request wait in vain: requests skip it for this many seconds."""
         self.skipped_until = time.monotonic() + retry_interval_s
 
     def answered(self) -> None:

@@ -29,7 +29,8 @@ class Match:
 
     keys: the keys of these blocks, an argument for `KVPool.load`.
     num_tokens: the number of tokens in these blocks.
-    reason: why these are not all blocks of the prompt; None if they are, or all but one token.
+    reason: why a part of the prompt is missing; None if these blocks hold all of its tokens, or all
+      but the last, which D computes anyway.
     error: the store's error that is behind the reason, if there was one.
     follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
     """

@@ -123,7 +123,7 @@ class ServerDoubt(NamedTuple):
 
 @runtime_checkable
 class DoubtsServer(Protocol):
-    """A store that can ask its server for settings that do not suit a pool."""
+    """A store that can find out which settings of its server do not suit a pool."""
 
     def server_doubts(self) -> Iterator[ServerDoubt]:
         """Yields what should be changed at the server. It makes connections. Raises StoreError."""

@@ -239,7 +239,7 @@ class MooncakeStore(Store):
         slots: Slots,
         move: Callable[[Sequence[BlockKey], Slots], int],
     ) -> int:
-        """Moves batches in turn until one is not moved whole; returns the number moved."""
+        """Moves batches in turn until one is not whole; returns how many values were moved."""
         self._lifecycle.enter(keys, slots)
         for start, end in self._batches.split(keys, slots.sizes):
             try:
