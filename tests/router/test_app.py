@@ -109,7 +109,7 @@ async def test_a_request_that_p_alone_refuses_is_told_with_the_instance(
     assert "if D took the request, give P and D the same --served-model-name" in caplog.text
 
 
-@pytest.mark.misconfiguration("a load balancer before P or D ends requests by its own time-out")
+@pytest.mark.misconfiguration("a load balancer before P or D ends requests by its own timeout")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_what_a_load_balancer_answers_is_told_as_such(
     role: str, caplog: pytest.LogCaptureFixture
