@@ -117,8 +117,8 @@ class Adapter:
         if tracked is None:
             return False
         with self._degrading(request):
-            request.miss_reason = _value_of(tracked.state.reason)
             end = tracked.state.find(0, request.num_prompt)
+            request.miss_reason = _value_of(tracked.state.reason)
             if end > 0:
                 plan = tracked.state.plan_load(end, len(request.block_ids) * self._block_size)
                 with self._recording(tracked.state, pdstore.Direction.LOAD):

@@ -6,7 +6,6 @@ EngineRequest moves no bytes: the adapter passes its plans to `KVPool`, maybe in
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +100,8 @@ class EngineRequest:
 
     handoff: the hand-off's id if this instance is P for the request, else None.
     given: the hand-off that came with the request, if this instance is D.
-    found: the lookup's match, once `poll` has seen it.
+    found: the lookup's match, once `poll` has seen it. While the request waits, the pool's answer
+      is renewed; `find` takes the newest, and `num_saved`, `reason` and `failure` go by it.
     num_present: leading tokens that the engine had when it last asked what can be loaded.
     num_saved: leading tokens that are in the pool or being saved.
     num_prefill_tokens: tokens of the prompt that this instance's model was given to compute.
@@ -138,6 +138,7 @@ class EngineRequest:
         self._first_save: PromptSave | None = None
         self._answer: dict[str, Json] = {}
         self._lookup: Lookup | None = None
+        self._is_looking = self.may_load
         self._num_usable = 0  # leading tokens of the match that the engine may count as computed
         self._load: LoadPlan | None = None  # the load that runs
         self._num_earlier_ends = 0
@@ -154,7 +155,7 @@ class EngineRequest:
         if self.may_load:
             find = self.cache.follow if self.may_follow else self.cache.lookup
             self.timer.begin("wait")
-            self._lookup = find(self.keys, TransferParams() if is_prefill else asked)
+            self._lookup = find(self.keys, TransferParams() if is_prefill else asked, is_held=True)
 
     @property
     def phase(self) -> RequestPhase:
@@ -164,19 +165,28 @@ class EngineRequest:
         return RequestPhase.LOADING if self.is_loading else RequestPhase.LOADED
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Returns whether the lookup has ended. The first call waits for it, up to `timeout_s`."""
+        """Returns whether the lookup has ended. The first call waits for it, up to `timeout_s`.
+
+        If the request has begun, it was preempted and waits anew: then the pool is asked anew.
+        """
         self._check("poll")
-        if self._lookup is None or self._phase is not RequestPhase.LOOKUP:
+        if self._lookup is None or not self.may_load:
             return True
-        with contextlib.suppress(TimeoutError):
-            self.found = self._lookup.wait(timeout_s if self._may_wait else 0.0)
-        self._may_wait = False
-        if self.found is None:
+        if not self._is_looking and self._lookup.is_over and self._lookup.found.may_change:
+            self._lookup = self.cache.look_again(self._lookup)
+            self._is_looking = self._may_wait = True
+        if not self._is_looking:
+            return True
+        try:
+            self._take(self._lookup.wait(timeout_s if self._may_wait else 0.0))
+        except TimeoutError:
             return False
-        self._phase = RequestPhase.FOUND
-        self.timer.end("wait")
-        if self.handoff is None and self.found.follow is None:  # also what the engine has anyway
-            self.num_saved = self.found.num_tokens
+        finally:
+            self._may_wait = False
+        self._is_looking = False
+        if self._phase is RequestPhase.LOOKUP:
+            self._phase = RequestPhase.FOUND
+            self.timer.end("wait")
         return True
 
     def find(self, num_present: int, num_tokens: int) -> int:
@@ -187,6 +197,8 @@ class EngineRequest:
         """
         self._check("find")
         self.num_present = num_present
+        if self._lookup is not None and not (self._is_looking or self._lookup.is_over):
+            self._take(self._lookup.found)
         if self.found is None or not self.may_load or num_present >= num_tokens - 1:
             return num_present  # the last token is computed anyway
         most = self.keys.namespace.continuation.most_present(num_tokens)
@@ -209,6 +221,7 @@ class EngineRequest:
         """
         self._check("plan_load")
         assert self.found is not None, "find has offered nothing"
+        self._serve()
         keys = self.found.keys
         if end < self._num_usable or keys.num_tokens > room:
             keys = keys.prefix(end)
@@ -255,8 +268,9 @@ class EngineRequest:
         The engine need not wait for the lookup any more. But a load that has begun may write its
         blocks until its jobs are done.
         """
-        if self._lookup is not None and self._phase is RequestPhase.LOOKUP:
+        if self._lookup is not None:
             self._lookup.cancel()
+        if self._phase is RequestPhase.LOOKUP:
             self.timer.end("wait")
             self._phase = RequestPhase.FOUND
         if self.prompt_times is not None:
@@ -291,6 +305,7 @@ class EngineRequest:
     def begin_step(self, start: int, stop: int) -> None:
         """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
         self._check("begin_step")
+        self._serve()
         end = self.keys.num_tokens
         if self._phase in _PROMPT_GIVEN:
             return
@@ -388,6 +403,18 @@ class EngineRequest:
         """The tokens of the prompt to save. Without a hand-off, a longer prompt needs no tail."""
         end = self.keys.num_tokens
         return end if self.handoff is not None else end - end % self.keys.block_tokens
+
+    def _take(self, found: Match) -> None:
+        """Goes by this answer from now on."""
+        self.found = found
+        if self.handoff is None and found.follow is None and self._first_save is None:
+            self.num_saved = found.num_tokens  # also what the engine has anyway
+
+    def _serve(self) -> None:
+        """Ends the renewals, because the request uses what it has found."""
+        if self._lookup is not None and self.found is not None:
+            self._lookup.serve(self.found)
+            self._is_looking = False
 
     def _check(self, call: str) -> None:
         check_call(call, self.phase, self.id)

@@ -53,7 +53,8 @@ class HandoffWait(Waiter):
     """The wait of one lookup for P's markers. A `KeyWatch` asks the store for them.
 
     A lookup that follows ends as soon as P has answered. If the router asked P and D at the same
-    time, the lookup ends as soon as P has stored `started`.
+    time, the lookup ends as soon as P has stored `started`. If that lookup is held, the wait goes
+    on while its request does, until P is done, has failed or is silent.
 
     lookup: a lookup with a hand-off.
     end: a function that ends the lookup; called once, with a verdict or with the store's error.
@@ -75,6 +76,7 @@ class HandoffWait(Waiter):
         self.handoff: Handoff = lookup.handoff
         self._end = end
         self._is_elsewhere = is_elsewhere
+        self._follows = lookup.follows  # until P has begun
         self._was_asked = False
         self._has_sign = False  # the store had a marker or a beat
         name = self.handoff.id
@@ -90,7 +92,7 @@ class HandoffWait(Waiter):
     def wanted(self) -> list[BlockKey]:
         """Returns the keys that the store is to be asked for next."""
         signs = [self._failed]
-        if self.lookup.follows or self._may_have_failed:
+        if self._follows or self._may_have_failed:
             signs.append(self._started)
         return [*self._done[: self._num_asked], *signs, *self._pulse.beat_keys]
 
@@ -99,19 +101,27 @@ class HandoffWait(Waiter):
         verdict = self._judge(stored, asked_at)
         if verdict is not None:
             self._end(self, verdict)
-            return None
+            self._follows = False
+            return _MAX_INTERVAL_S if self._goes_on(verdict) else None
+        if self.lookup.is_answered:
+            return _MAX_INTERVAL_S
         if self._may_have_failed:
             return _SHORT_INTERVAL_S
         return min(_MAX_INTERVAL_S, self.lookup.marker_deadline.remaining_s())
 
     def on_search_error(self, error: Exception) -> float | None:
-        """Ends the lookup with the store's error."""
+        """Ends the lookup with the store's error; but an answer that it has stays."""
+        if self.lookup.is_followed and reason_of(error) is not Reason.CLOSED:
+            return _MAX_INTERVAL_S
         self._end(self, error)
         return None
 
+    def _goes_on(self, verdict: Verdict) -> bool:
+        return verdict is Verdict.BEGUN and self.lookup.is_followed
+
     def _judge(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
         """Returns why the wait is over; None if it goes on."""
-        if self.lookup.is_answered:
+        if self.lookup.is_answered and not self.lookup.is_followed:
             return Verdict.ANSWERED
         if not self._was_asked:
             self._was_asked = True
@@ -124,7 +134,8 @@ class HandoffWait(Waiter):
         self._pulse.update(stored, asked_at)
         if self._pulse.is_silent():
             return Verdict.DEAD if self._has_sign else Verdict.GONE
-        return Verdict.LATE if self.lookup.marker_deadline.is_over() else None
+        is_late = not self.lookup.is_answered and self.lookup.marker_deadline.is_over()
+        return Verdict.LATE if is_late else None
 
     def _judge_markers(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
         has_news = self._done[0] in stored
@@ -138,7 +149,7 @@ class HandoffWait(Waiter):
         self._sign_deadline = min(self._sign_deadline, asked_at + _SIGN_TIMEOUT_S)
         if self._failed in stored or (self._may_have_failed and asked_at > self._sign_deadline):
             return Verdict.FAILED
-        if self._may_have_failed or not self.lookup.follows:
+        if self._may_have_failed or not self._follows:
             return None
         if self.handoff.num_tokens is not None:  # P has answered, so it has begun
             return None if has_news else Verdict.BEGUN  # first ask for the other shards' `done`
@@ -207,10 +218,11 @@ class HandoffWatch:
             self._match(lookup, why)
 
     def _match(self, lookup: Lookup, why: Verdict) -> None:
-        """Ends a lookup with a match of what the pool has now."""
-        if why in (Verdict.DONE, Verdict.LATE):
+        """Ends a lookup with a match of what the pool has now; a followed one gets a new answer."""
+        is_followed = lookup.is_followed
+        if why in (Verdict.DONE, Verdict.LATE) and not is_followed:
             self._metrics.handoff_wait_seconds.observe(time.monotonic() - lookup.started_at)
-        if lookup.poll() is not None:
+        if lookup.poll() is not None and not is_followed:
             return
         is_unheard = why in (Verdict.LATE, Verdict.DEAD, Verdict.GONE)
         if is_unheard and lookup.handoff is not None and self._is_elsewhere(lookup.handoff):
@@ -219,4 +231,7 @@ class HandoffWatch:
         found = call_or(partial(self._find, lookup.keys, why.reason), fault)
         if found.num_tokens and found.reason is Reason.HANDOFF_GONE:
             found = replace(found, reason=Reason.HANDOFF_DEAD)  # P has stored a part of it
-        lookup.finish(found)
+        if not is_followed:
+            lookup.finish(found)
+        elif found.error is None:
+            lookup.renew(found)

@@ -19,6 +19,8 @@ from pdstore.threads import Deadline, Ticker, call_or
 _MATCH_TIMEOUT_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
 _CHECK_INTERVAL_S = 0.1  # so often `wait` looks whether the store hangs
 _MAX_GAPS = 8
+_LASTING = (Reason.NAMESPACE, Reason.OTHER_POOL, Reason.CANCELLED, Reason.CLOSED, Reason.FAULT)
+_OF_P = (Reason.HANDOFF_FAILED, Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD, Reason.HANDOFF_GONE)
 _SHORT = 8
 """Of a prompt of more blocks than this, the first block is looked up alone before the others."""
 
@@ -40,6 +42,11 @@ class Match:
     reason: Reason | None
     follow: HandoffId | None = None
     error: Exception | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """False if the reason is one that no later look at the pool changes."""
+        return self.reason not in _LASTING
 
     @classmethod
     def miss(cls, keys: PromptKeys, reason: Reason, error: Exception | None = None) -> Match:
@@ -74,14 +81,21 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
 class Lookup:
     """A match under way. It ends once: with an answer, by `cancel`, or at its deadline.
 
-    Any thread may call it. A signal handler must not, because it takes locks.
+    An engine's request may wait long after the answer. A lookup that is held is renewed meanwhile
+    (`pdstore.scheduler.renewal`), until `serve` or `cancel`. Only then it counts, once.
+
+    Any thread may call it, but only one may call `serve`, and `cancel` of a lookup that is held. A
+    signal handler must not, because it takes locks.
 
     handoff: the hand-off whose markers the lookup waits for; None to match at once.
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
     timeout_s: of the wait for the store's answer; with a hand-off, of the wait for its markers.
-    count: a function that is called with the match when the lookup ends.
+    count: a function that is called with the match when the lookup ends; if it is held, with the
+      match that was served.
     num_tokens: the tokens of D's prompt, of which `keys` may be the part that P handed over.
     hangs: returns whether the store's call that the lookup needs has hung for too long; no I/O.
+    hold: is called with the lookup when it has its first answer, and has it renewed; None: the
+      lookup is not held.
     """
 
     def __init__(
@@ -94,9 +108,10 @@ class Lookup:
         follows: bool = False,
         num_tokens: int = 0,
         hangs: Callable[[], bool] = lambda: False,
+        hold: Callable[[Lookup], None] | None = None,
     ) -> None:
         self.keys = keys
-        self._num_tokens = max(num_tokens, keys.num_tokens)
+        self.num_tokens = max(num_tokens, keys.num_tokens)
         self.handoff = handoff
         self.follows = follows
         self.started_at = time.monotonic()
@@ -104,19 +119,23 @@ class Lookup:
         self._deadline = Deadline(timeout_s + (_MATCH_TIMEOUT_S if handoff else 0.0))
         self._count = count
         self._hangs = hangs
+        self._hold = hold
         self._answers: list[Match] = []  # only the first one is used
+        self._renewed: Match | None = None
+        self._is_served = False
         self._ended = threading.Event()
 
     def poll(self) -> Match | None:
-        """Returns the match; None until the lookup has ended or is past its deadline. Never blocks.
+        """Returns the match, of several the newest; None until the lookup has ended. Never blocks.
 
-        Ends the lookup if the store hangs: the store will not tell of P's markers in time.
+        Ends the lookup if its deadline is over, or if the store hangs: the store will not tell of
+        P's markers in time.
         """
         if not self._answers and self._deadline.is_over():
             self.finish(Match.miss(self.keys, Reason.DEADLINE))
         if not self._answers and self._hangs():
             self.finish(Match.miss(self.keys, Reason.STORE_SLOW))
-        return self._answers[0] if self._answers else None
+        return self.found if self._answers else None
 
     def wait(self, timeout_s: float) -> Match:
         """Waits for the match. Raises TimeoutError if there is none after `timeout_s`."""
@@ -132,26 +151,66 @@ class Lookup:
     def cancel(self) -> None:
         """Ends the lookup of a request that needs no answer any more."""
         self.finish(Match.miss(self.keys, Reason.CANCELLED))
+        self.serve(self.found)
 
     def finish(self, found: Match) -> None:
-        """Ends the lookup with this match, unless it has ended before.
-
-        P may have handed over less than D's prompt, all of which is found: then the reason for the
-        rest is that nobody stored it. D computes the last token in any case.
-        """
+        """Ends the lookup with this match, unless it has ended before."""
         if self._answers:
             return
-        if found.reason is None and found.num_tokens < self._num_tokens - 1:
-            found = replace(found, reason=Reason.ABSENT)
+        found = self._explained(found)
         self._answers.append(found)  # atomic: one thread's match is the first for all threads
         if self._answers[0] is found:
             self._ended.set()
+            if self._hold is None:
+                self._count(found)
+            else:
+                self._hold(self)
+
+    def renew(self, found: Match) -> None:
+        """Replaces the answer of a lookup that is held; does nothing after it was served."""
+        if not self.is_over:
+            self._renewed = self._explained(found)
+
+    def serve(self, found: Match) -> None:
+        """Counts the answer that an engine uses, and ends the renewals. Later calls do nothing."""
+        if self._hold is not None and not self._is_served:
+            self._is_served = True
             self._count(found)
+
+    @property
+    def found(self) -> Match:
+        """The newest answer of a lookup that has ended."""
+        return self._renewed or self._answers[0]
+
+    @property
+    def because(self) -> Reason | None:
+        """Why the pool may have only a part of the prompt: what the wait for P has ended with."""
+        return self.found.reason if self.found.reason in _OF_P else None
+
+    @property
+    def is_over(self) -> bool:
+        """True if nobody needs another answer."""
+        return self._is_served or (self._hold is None and self.is_answered)
+
+    @property
+    def is_followed(self) -> bool:
+        """True while a request waits with the answer that P still saves its prompt."""
+        return not self.is_over and self.is_answered and self.found.follow is not None
 
     @property
     def is_answered(self) -> bool:
         """True if the lookup has ended. Unlike `poll`, does not end a lookup that is late."""
         return bool(self._answers)
+
+    def _explained(self, found: Match) -> Match:
+        """Returns the match with a reason for what it lacks.
+
+        P may have handed over less than D's prompt, all of which is found: then the reason for the
+        rest is that nobody stored it. D computes the last token in any case.
+        """
+        if found.reason is None and found.num_tokens < self.num_tokens - 1:
+            return replace(found, reason=Reason.ABSENT)
+        return found
 
 
 class LookupQueue:
@@ -173,6 +232,11 @@ class LookupQueue:
     def add(self, lookup: Lookup) -> None:
         self._lookups.append(lookup)
         self._thread.wake()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a lookup has no answer yet."""
+        return bool(self._lookups) or self._call_deadline is not None
 
     @property
     def is_stuck(self) -> bool:

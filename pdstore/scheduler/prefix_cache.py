@@ -1,7 +1,7 @@
 """PrefixCacheManager: keys, matches and hand-offs, in the scheduler process, without tensors.
 
 One thread answers lookups that have a hand-off. Another thread answers lookups that have none. So
-neither kind waits for the other kind.
+neither kind waits for the other kind. A third thread renews the answers of requests that wait.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
 from pdstore.scheduler.mismatch import Mismatches
+from pdstore.scheduler.renewal import Renewals
 from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
@@ -76,6 +77,7 @@ class PrefixCacheManager:
         self._lookup_timeout_s = lookup_timeout_s
         ask = partial(find, self._store)
         self._queue = LookupQueue(ask, lookup_timeout_s)
+        self._renewals = Renewals(self._store, ask, lambda: self._queue.is_busy)
         self._watch = HandoffWatch(
             self._store,
             namespace,
@@ -151,7 +153,11 @@ class PrefixCacheManager:
         return found
 
     def lookup(
-        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None = None
+        self,
+        keys: PromptKeys,
+        params: Mapping[str, Json] | TransferParams | None = None,
+        *,
+        is_held: bool = False,
     ) -> Lookup:
         """Starts a match and returns at once.
 
@@ -160,12 +166,18 @@ class PrefixCacheManager:
 
         params: the request's `kv_transfer_params`, parsed or not. If they are None or have no entry
           "pdstore", the match waits for no marker.
+        is_held: True to renew the answer until `Lookup.serve` or `Lookup.cancel`, because a request
+          waits with it in the engine's queue.
         Raises ValueError for a malformed hand-off.
         """
-        return self._start(keys, params, follows=False)
+        return self._start(keys, params, follows=False, is_held=is_held)
 
     def follow(
-        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None = None
+        self,
+        keys: PromptKeys,
+        params: Mapping[str, Json] | TransferParams | None = None,
+        *,
+        is_held: bool = False,
     ) -> Lookup:
         """Starts a match as `lookup` does, but does not wait until P has saved the whole prompt.
 
@@ -174,7 +186,27 @@ class PrefixCacheManager:
         after one call of the store. If the router sent the request to P and D at the same time, the
         match comes when P has stored the marker `started`.
         """
-        return self._start(keys, params, follows=True)
+        return self._start(keys, params, follows=True, is_held=is_held)
+
+    def look_again(self, lookup: Lookup) -> Lookup:
+        """Starts a lookup for a request that was served and waits anew; it is held.
+
+        It waits for no marker, and counts as the same lookup, so it is not counted.
+        """
+        again = Lookup(
+            lookup.keys,
+            None,
+            self._lookup_timeout_s,
+            lambda _: None,
+            num_tokens=lookup.num_tokens,
+            hold=self._renewals.add,
+        )
+        again.started_at = lookup.started_at
+        if (refusal := self._refuse()) is not None:
+            again.finish(Match.miss(lookup.keys, refusal))
+        else:
+            self._queue.add(again)
+        return again
 
     def note_saves(self, reasons: Iterable[Reason | None]) -> None:
         """Records how saves ended (`JobResult.reason`), for P's next answers. For any thread."""
@@ -275,13 +307,18 @@ class PrefixCacheManager:
         if os.getpid() != self._pid:
             return
         deadline = Deadline(_STOP_TIMEOUT_S)
-        for thread in (self._room, self._queue, self._watch, self._mismatches):
+        for thread in (self._room, self._renewals, self._queue, self._watch, self._mismatches):
             thread.close(deadline.remaining_s())
         if self._owns_store:
             self._store.close()
 
     def _start(
-        self, keys: PromptKeys, params: Mapping[str, Json] | TransferParams | None, *, follows: bool
+        self,
+        keys: PromptKeys,
+        params: Mapping[str, Json] | TransferParams | None,
+        *,
+        follows: bool,
+        is_held: bool,
     ) -> Lookup:
         given = TransferParams.parse(params)
         handoff = given.handoff
@@ -297,6 +334,7 @@ class PrefixCacheManager:
             follows=follows,
             num_tokens=num_tokens,
             hangs=self._hangs(handoff),
+            hold=self._renewals.add if is_held else None,
         )
         refusal = self._refuse()
         if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):

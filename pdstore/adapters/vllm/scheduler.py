@@ -160,10 +160,12 @@ class PDStoreConnectorScheduler:
         self._step_timeout_left_s = max(0.0, self._step_timeout_left_s - (time.monotonic() - began))
         if not is_known:
             return None
+        self._unsettled.add(state.id)  # again, if it was preempted: its next step ends its wait
         num_tokens = int(request.num_tokens)
+        end = state.find(num_computed, num_tokens)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
             return num_tokens - 1 - num_computed  # promise a load: only a load can fail
-        return state.find(num_computed, num_tokens) - num_computed
+        return end - num_computed
 
     def load(self, request: Any, block_ids: BlockTables, num_external: int) -> None:
         """Queues the load that `num_found` promised, into the blocks that vLLM has allocated."""
