@@ -87,8 +87,9 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "tokens",
-            "tokens of prompts: looked up, found in the pool, loaded, saved (again if lost)",
-            verb=("requested", "matched", "loaded", "saved"),
+            "tokens of prompts: looked up, found in the pool, to be loaded by a plan, loaded,"
+            " planned and not loaded, saved (again if lost)",
+            verb=("requested", "matched", "promised", "loaded", "lost", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),
         _counter("jobs", "jobs ended", direction=DIRECTIONS, outcome=("ok", *REASONS)),

@@ -228,6 +228,7 @@ class EngineRequest:
         self._load = LoadPlan(keys, self.num_present, end, self.found.follow)
         self._num_earlier_ends = len(self.ends)
         self.num_jobs += self.num_ranks
+        self.cache.metrics.tokens.labels("promised").inc(end - self.num_present)
         return self._load
 
     @property
@@ -253,6 +254,7 @@ class EngineRequest:
             took = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
             self.prompt_times.load_ended(self, num_loaded, max(took, default=0.0))
         if num_loaded < plan.num_tokens:
+            self.cache.metrics.tokens.labels("lost").inc(plan.num_tokens - num_loaded)
             reasons = (end.reason for end in ends if end.reason is not None)
             self.give_up(next(reasons, Reason.FAULT))
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest

@@ -87,6 +87,9 @@ def test_a_load_that_fell_short_is_not_tried_again_and_what_it_brought_is_not_sa
     request = request_of(may_load=True)
     loaded(request)
     assert end_load(request, 128, Reason.LOST) == 128
+    sample = instance_.cache.metrics.registry.get_sample_value
+    tokens = [sample("pdstore_tokens_total", {"verb": verb}) for verb in ("promised", "lost")]
+    assert tokens == [300, 172]
     assert request.reason is Reason.LOST
     assert request.find(0, len(PROMPT)) == 0
     [save] = compute(request, 172, start=128)
