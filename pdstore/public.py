@@ -1,9 +1,10 @@
 """The public names of the package `pdstore`."""
 
 from pdstore.async_runner import AsyncRunner
+from pdstore.engine.job_end import JobEnd
 from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, JobEnd
+from pdstore.engine.request import EngineRequest
 from pdstore.engine.self_test import self_test
 from pdstore.errors import (
     ConfigError,

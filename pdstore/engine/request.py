@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from pdstore.engine.job_end import JobEnd, last_call_at
 from pdstore.engine.phase import RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
@@ -20,64 +20,10 @@ from pdstore.scheduler.break_even import Decision, PromptTimes
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
-from pdstore.telemetry.request_record import RequestTimer
-from pdstore.worker.job import Job
+from pdstore.telemetry.request_record import Loss, RequestTimer
 
 _PROMPT_GIVEN = {RequestPhase.PREFILLED, RequestPhase.ANSWERING}
 """The model was given all of the prompt, maybe before it was preempted."""
-
-
-class TimeRange(NamedTuple):
-    """A span of time. Its begin and its end are seconds since the epoch."""
-
-    begin_at: float
-    end_at: float
-
-
-@dataclass(frozen=True)
-class JobEnd:
-    """The end of one load or save on one rank; it may be sent to another process.
-
-    request_id: the engine's id of the request. number: its number of the save; None for a load.
-    num_tokens, reason: as in `JobResult`.
-    ran: from the job's start to its end; None for a job that could not begin.
-    in_store: from the begin of its first store call to the end of its last; None if it made none.
-    """
-
-    request_id: str
-    number: int | None
-    direction: Direction
-    num_tokens: int
-    reason: Reason | None
-    ran: TimeRange | None = None
-    in_store: TimeRange | None = None
-
-    @classmethod
-    def fault(
-        cls,
-        direction: Direction,
-        request_id: str = "",
-        number: int | None = None,
-        reason: Reason = Reason.FAULT,
-    ) -> JobEnd:
-        """Returns the end of a job that could not begin."""
-        return cls(request_id, number, direction, 0, reason)
-
-    @classmethod
-    def of_job(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
-        """Returns the end of a job that has just ended."""
-        result, calls, now = job.result, job.in_store, time.monotonic()
-        assert result is not None
-        zero = time.time() - now  # the monotonic clock's zero, in seconds since the epoch
-        return cls(
-            request_id,
-            number,
-            job.direction,
-            result.num_tokens,
-            result.reason,
-            TimeRange(zero + job.began, zero + now),
-            TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
-        )
 
 
 @dataclass(eq=False)
@@ -106,6 +52,7 @@ class EngineRequest:
     num_saved: leading tokens that are in the pool or being saved.
     num_prefill_tokens: tokens of the prompt that this instance's model was given to compute.
     num_jobs, ends: the number of planned jobs on all ranks, and the ends of those that have ended.
+    loss: what a load was to bring and has not brought; None if no load fell short.
     """
 
     cache: PrefixCacheManager
@@ -129,6 +76,7 @@ class EngineRequest:
     is_published: bool = field(init=False, default=False)
     num_jobs: int = field(init=False, default=0)
     ends: list[JobEnd] = field(init=False, default_factory=list)
+    loss: Loss | None = field(init=False, default=None)
     timer: RequestTimer = field(init=False, default_factory=RequestTimer)
 
     def __post_init__(self) -> None:
@@ -254,9 +202,9 @@ class EngineRequest:
             took = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
             self.prompt_times.load_ended(self, num_loaded, max(took, default=0.0))
         if num_loaded < plan.num_tokens:
-            self.cache.metrics.tokens.labels("lost").inc(plan.num_tokens - num_loaded)
-            reasons = (end.reason for end in ends if end.reason is not None)
-            self.give_up(next(reasons, Reason.FAULT))
+            reason = next((end.reason for end in ends if end.reason is not None), Reason.FAULT)
+            self._note_loss(plan, num_loaded, ends, reason)
+            self.give_up(reason)
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
         was_preempted = self._phase in _PROMPT_GIVEN  # then its client has a first token already
         if not was_preempted:
@@ -278,6 +226,8 @@ class EngineRequest:
         if self.prompt_times is not None:
             self.prompt_times.load_ended(self, self.num_present, 0.0)
         self.may_load = False
+        if self._load is not None:
+            self._note_loss(self._load, self._load.first_token, (), reason)
         self._load = None
         self._shortfall = self._shortfall or reason
 
@@ -420,6 +370,17 @@ class EngineRequest:
 
     def _check(self, call: str) -> None:
         check_call(call, self.phase, self.id)
+
+    def _note_loss(
+        self, plan: LoadPlan, num_loaded: int, ends: Sequence[JobEnd], reason: Reason
+    ) -> None:
+        """Counts what a load was to bring and has not brought, and notes why."""
+        assert self.found is not None, "a load without a match"
+        num_lost = plan.num_tokens - num_loaded
+        self.cache.metrics.tokens.labels("lost").inc(num_lost)
+        age_s = None if plan.follow else last_call_at(ends) - self.found.found_at
+        num_promised = plan.num_tokens - plan.first_token
+        self.loss = Loss(num_promised, num_lost, reason, age_s, self.cache.lease_s)
 
     def _load_ends(self) -> list[JobEnd]:
         new = self.ends[self._num_earlier_ends :]

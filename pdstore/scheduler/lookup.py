@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
@@ -35,6 +35,7 @@ class Match:
       but the last, which D computes anyway.
     error: the store's error that is behind the reason, if there was one.
     follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
+    found_at: when the store has answered, in seconds of the monotonic clock; its lease began then.
     """
 
     keys: PromptKeys
@@ -42,6 +43,7 @@ class Match:
     reason: Reason | None
     follow: HandoffId | None = None
     error: Exception | None = None
+    found_at: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
     @property
     def may_change(self) -> bool:

@@ -28,7 +28,8 @@ ADVICE: dict[Reason, Advice] = {
     ),
     Reason.LOST: Advice(
         "a matched block was gone when it was read",
-        "the pool's size and its eviction policy; leases (`doctor` shows them)",
+        "the line of the request, which says how long after its lookup; the pool's size and its"
+        " eviction policy; leases (`doctor` shows them)",
     ),
     Reason.CORRUPT: Advice(
         "checksum, header or length of a value is wrong; the value was removed",

@@ -1,4 +1,7 @@
-"""RequestRecord: what happened to a request in an instance. Journal: keeps the last records."""
+"""RequestRecord: what happened to a request in an instance. Journal: keeps the last records.
+
+Loss: what a load of the request was to bring and has not brought.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,36 @@ class Phase(NamedTuple):
     end_s: float
 
 
+class Loss(NamedTuple):
+    """What a load was to bring and has not brought, and what is known of the cause.
+
+    num_promised: tokens that the load was to bring, so that the engine relied on them.
+    num_lost: those of them that the engine had to compute after all.
+    reason: why; `lost` if a value was gone.
+    age_s: seconds from the last answer that the store has the blocks to the end of the load's last
+      store call; None if P was still saving them.
+    lease_s: seconds for which the store keeps what it has answered for; 0 if it promises nothing.
+    """
+
+    num_promised: int
+    num_lost: int
+    reason: Reason
+    age_s: float | None
+    lease_s: float
+
+    @property
+    def words(self) -> str:
+        """A sentence for people: how much was lost, and why."""
+        words = f"{self.num_lost:,} of {self.num_promised:,} promised tokens were not loaded"
+        if self.reason is not Reason.LOST or self.age_s is None:
+            return f"{words} ({self.reason.value})"
+        words += f" (lost): they were gone {self.age_s:.1f} s after the last lookup, "
+        if not self.lease_s:
+            return words + "and this store promises no lease"
+        is_over = self.age_s > self.lease_s
+        return words + ("after" if is_over else "within") + f" its lease of {self.lease_s:g} s"
+
+
 @dataclass(frozen=True)
 class RequestRecord:
     """The record of one request, made when nothing more happens for it in this instance.
@@ -42,6 +75,7 @@ class RequestRecord:
     in_store: for each phase with store calls, a phase of the same name, from the begin of its first
       store call to the end of its last.
     traceparent: the W3C trace context that came with the request.
+    loss: what a load was to bring and has not brought; None if nothing.
     """
 
     request_id: str
@@ -57,6 +91,7 @@ class RequestRecord:
     phases: tuple[Phase, ...] = ()
     in_store: tuple[Phase, ...] = ()
     traceparent: str | None = None
+    loss: Loss | None = None
 
     def line(self) -> str:
         """Returns the record as a line for the log."""
@@ -70,6 +105,8 @@ class RequestRecord:
             words += f"; {times}"
         if self.reason is not None:
             words += f"; {self.reason.value}"
+        if self.loss is not None:
+            words += f"; {self.loss.words}"
         return words
 
     def as_json(self) -> dict[str, object]:
@@ -77,7 +114,11 @@ class RequestRecord:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("phases", "in_store"):
             fields[name] = [phase._asdict() for phase in getattr(self, name)]
-        return fields | {"reason": self.reason.value if self.reason else None}
+        fields["reason"] = self.reason.value if self.reason else None
+        if self.loss is not None:
+            more = {"reason": self.loss.reason.value, "words": self.loss.words}
+            fields["loss"] = self.loss._asdict() | more
+        return fields
 
 
 def plain(text: object, most_chars: int = _MAX_CHARS) -> str:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pdstore import LayerSpec, Layout, open_store
+from pdstore.engine.job_end import JobEnd, TimeRange
 from pdstore.engine.record import Records
-from pdstore.engine.request import EngineRequest, JobEnd, TimeRange
+from pdstore.engine.request import EngineRequest
 from pdstore.engine.self_test import self_test
 from pdstore.errors import Direction, Reason, StoreError
 from pdstore.format.handoff import HandoffId

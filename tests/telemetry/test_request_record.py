@@ -5,8 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import pytest
+
 from pdstore.errors import Reason
-from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, RequestTimer, plain
+from pdstore.telemetry.request_record import (
+    Journal,
+    Loss,
+    Phase,
+    RequestRecord,
+    RequestTimer,
+    plain,
+)
 from tests.support.clock import Clock
 
 RECORD = RequestRecord(
@@ -29,6 +38,26 @@ def test_the_line_has_ids_tokens_seconds_and_the_reason():
         f"request r-1: hand-off {'ab' * 16}, 100 tokens (100 matched, 64 loaded, 36 computed,"
         " 0 saved); wait 0.250 s, load 0.250 s; lost"
     )
+
+
+@pytest.mark.parametrize(
+    ("age_s", "lease_s", "end"),
+    [
+        (19.7, 10.0, "after its lease of 10 s"),
+        (2.0, 10.0, "within its lease of 10 s"),
+        (19.7, 0.0, "and this store promises no lease"),
+    ],
+)
+def test_a_loss_is_told_with_its_age_against_the_lease(age_s, lease_s, end):
+    loss = Loss(9000, 4000, Reason.LOST, age_s, lease_s)
+    record = replace(RECORD, loss=loss)
+    words = (
+        "4,000 of 9,000 promised tokens were not loaded (lost):"
+        f" they were gone {age_s} s after the last lookup, {end}"
+    )
+    assert record.line() == f"{RECORD.line()}; {words}"
+    told = {"num_promised": 9000, "num_lost": 4000, "reason": "lost", "words": words}
+    assert record.as_json()["loss"] == told | {"age_s": age_s, "lease_s": lease_s}
 
 
 def test_a_clients_text_cannot_forge_a_line():

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from pdstore.engine.request import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.errors import ConfigError
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import HandoffId

@@ -22,7 +22,7 @@ from pdstore.adapters.vllm.messages import (
     Tables,
 )
 from pdstore.adapters.vllm.weights import WeightsWatch
-from pdstore.engine.request import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.engine.self_test import self_test
 from pdstore.errors import Direction, Reason
 from pdstore.format.continuation import NO_BLOCK

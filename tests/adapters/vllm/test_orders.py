@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdstore.adapters.vllm.messages import StepReport
-from pdstore.engine.request import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.errors import Direction
 from pdstore.format.handoff import Handoff, HandoffId
 from tests.adapters.vllm.standins import vllm_request

@@ -25,7 +25,7 @@ from pdstore import open_store
 from pdstore.adapters.vllm import PDStoreConnector, plugin
 from pdstore.adapters.vllm.messages import RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
-from pdstore.engine.request import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.errors import Direction, Reason
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId

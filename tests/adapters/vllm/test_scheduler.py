@@ -12,7 +12,7 @@ from pdstore.adapters.vllm.messages import (
     RankWeights,
     StepReport,
 )
-from pdstore.engine.request import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId
 from tests.adapters.vllm.scheduler_kit import BLOCK, PROMPT, TABLE, found, idle_step, step

@@ -1,0 +1,75 @@
+"""JobEnd: how a load or a save of a request ended on one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdstore.errors import Direction, Reason
+from pdstore.worker.job import Job
+
+
+class TimeRange(NamedTuple):
+    """A span of time. Its begin and its end are seconds since the epoch."""
+
+    begin_at: float
+    end_at: float
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """The end of one load or save on one rank; it may be sent to another process.
+
+    request_id: the engine's id of the request. number: its number of the save; None for a load.
+    num_tokens, reason: as in `JobResult`.
+    ran: from the job's start to its end; None for a job that could not begin.
+    in_store: from the begin of its first store call to the end of its last; None if it made none.
+    """
+
+    request_id: str
+    number: int | None
+    direction: Direction
+    num_tokens: int
+    reason: Reason | None
+    ran: TimeRange | None = None
+    in_store: TimeRange | None = None
+
+    @classmethod
+    def fault(
+        cls,
+        direction: Direction,
+        request_id: str = "",
+        number: int | None = None,
+        reason: Reason = Reason.FAULT,
+    ) -> JobEnd:
+        """Returns the end of a job that could not begin."""
+        return cls(request_id, number, direction, 0, reason)
+
+    @classmethod
+    def of_job(cls, job: Job, request_id: str = "", number: int | None = None) -> JobEnd:
+        """Returns the end of a job that has just ended."""
+        result, calls, now = job.result, job.in_store, time.monotonic()
+        assert result is not None
+        zero = time.time() - now  # the monotonic clock's zero, in seconds since the epoch
+        return cls(
+            request_id,
+            number,
+            job.direction,
+            result.num_tokens,
+            result.reason,
+            TimeRange(zero + job.began, zero + now),
+            TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
+        )
+
+
+def last_call_at(ends: Sequence[JobEnd]) -> float:
+    """Returns when the last store call of some jobs ended, in seconds of the monotonic clock.
+
+    Of a job that made none, its own end counts. If no job has run, it is now.
+    """
+    now = time.monotonic()
+    zero = time.time() - now
+    ranges = [end.in_store or end.ran for end in ends]
+    return max((each.end_at - zero for each in ranges if each is not None), default=now)
