@@ -213,6 +213,15 @@ int32_t Arena::match(const Keys &keys, int64_t unread_from, int64_t unread_since
   });
 }
 
+int32_t Arena::use(const Keys &keys) {
+  return locked(-1, [&](int64_t now) {
+    for (size_t i = keys.size(); i-- > 0;) {
+      const uint32_t id = index_.find(keys[i], now);
+      if (id != kNone) index_.use(id, now);
+    }
+  });
+}
+
 int32_t Arena::remove(const Keys &keys) {
   return locked(-1, [&](int64_t now) {
     for (const auto key : keys) {

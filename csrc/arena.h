@@ -47,6 +47,7 @@ class Arena {
   int32_t find(const Keys &keys, uint8_t *stored, int64_t lock_timeout_ns);
   int32_t match(const Keys &keys, int64_t unread_from, int64_t unread_since_ns, uint8_t *stored,
                 int64_t lock_timeout_ns);
+  int32_t use(const Keys &keys);
   int32_t remove(const Keys &keys);
   int32_t clear(std::string_view prefix);
   // places: of the leading keys for which there is room; without a slot for a stored key.

@@ -145,6 +145,10 @@ extern "C" int32_t pds_arena_find(pds_arena *arena, int64_t lock_timeout_ns, con
   });
 }
 
+extern "C" int32_t pds_arena_use(pds_arena *arena, const char *keys, int64_t num_keys) {
+  return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) { return a.use(all); });
+}
+
 extern "C" int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys) {
   return with_keys(arena, keys, num_keys, [&](Arena &a, const Keys &all) { return a.remove(all); });
 }

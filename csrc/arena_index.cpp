@@ -211,11 +211,15 @@ void Index::make_newest(uint32_t id) {
   add_newest(sized.used, id);
 }
 
+void Index::use(uint32_t id, int64_t now) {
+  make_newest(id);
+  slot(id).used_at = slabs_[slab_of(id)].used_at = now;
+}
+
 void Index::touch(uint32_t id, int64_t now) {
   Slot &used = slot(id);
   Slab &slab = slabs_[slab_of(id)];
-  make_newest(id);
-  used.used_at = slab.used_at = now;
+  use(id, now);
   used.lease_end = std::max(used.lease_end, now + times_.lease_ns);
   slab.lease_end = std::max(slab.lease_end, used.lease_end);
 }

@@ -110,6 +110,8 @@ class Index {
 
   // The slot that a key is stored in, or kNone.
   uint32_t find(std::string_view key, int64_t now);
+  // Counts a stored slot as used now.
+  void use(uint32_t id, int64_t now);
   // Leases a stored slot, and counts it as used now.
   void touch(uint32_t id, int64_t now);
   // Lets a stored slot be the last of its size that goes.

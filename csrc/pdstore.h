@@ -201,6 +201,8 @@ int32_t pds_arena_free(pds_arena *arena);  // nobody may be in a call
 int32_t pds_arena_find(pds_arena *arena, int64_t lock_timeout_ns, const char *keys,
                        int64_t num_keys, int32_t lease, int64_t unread_from,
                        int64_t unread_since_ns, uint8_t *stored);
+// Counts a use of those of the keys that are stored, of the last first; leases nothing.
+int32_t pds_arena_use(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_remove(pds_arena *arena, const char *keys, int64_t num_keys);
 int32_t pds_arena_clear(pds_arena *arena, const char *prefix);
 int32_t pds_arena_count(pds_arena *arena, pds_arena_counts *counts);

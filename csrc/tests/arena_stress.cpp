@@ -130,7 +130,10 @@ void act(View &view, std::mt19937 &random, bool reserves, bool bytes_count) {
     case 2:
     case 3: return get(view, batch, bytes_count);
     case 4: return reserves ? reserve(view, batch, bytes_count) : void();
-    case 5: pds_arena_remove(view.arena, batch.keys.data(), batch.count()); return;
+    case 5:
+      pds_arena_use(view.arena, batch.keys.data(), batch.count());
+      pds_arena_remove(view.arena, batch.keys.data(), batch.count());
+      return;
     case 6:
       for (const int32_t lease : {0, 1}) {
         const int64_t from = static_cast<int64_t>(random() % 12);

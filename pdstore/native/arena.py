@@ -199,6 +199,10 @@ class NativeArena:
             self._check(code)
         return bool(code == abi.Code.OK)
 
+    def use(self, keys: Sequence[str]) -> None:
+        """Counts a use of those keys that are stored, of the last first; leases nothing."""
+        self._check(self._calls.pds_arena_use(self._handle, joined(keys), len(keys)))
+
     def values(self) -> Iterator[tuple[str, int, float | None]]:
         """Yields each value's key, bytes and seconds since its last use, in no fixed order.
 

@@ -121,6 +121,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_close": [_P],
     "pds_arena_free": [_P],
     "pds_arena_find": [_P, c_int64, c_char_p, c_int64, c_int32, c_int64, c_int64, _P],
+    "pds_arena_use": [_P, c_char_p, c_int64],
     "pds_arena_remove": [_P, c_char_p, c_int64],
     "pds_arena_clear": [_P, c_char_p],
     "pds_arena_count": [_P, _P],

@@ -54,13 +54,14 @@ class _Shelf:
             self.used_bytes += len(data)
             return True
 
-    def lease(self, key: BlockKey, now: float) -> bool:
+    def lease(self, key: BlockKey, now: float, lease_s: float | None = None) -> bool:
         """Leases a value and counts a use of it at `now`. Returns False if it is not stored."""
         with self.lock:
             value = self.values.get(key)
             if value is None:
                 return False
-            self.values[key] = _Value(value.data, now + self.lease_s, now)
+            kept_until = now + (self.lease_s if lease_s is None else lease_s)
+            self.values[key] = _Value(value.data, max(value.kept_until, kept_until), now)
             self.values.move_to_end(key)
             return True
 
@@ -220,6 +221,13 @@ class MemoryStore(Store):
         with shelf.lock:
             missing = [s for k, s in zip(keys, sizes, strict=True) if k not in shelf.values]
             return shelf.evict_for(sum(missing), frozenset(keys))
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        shelf = self._enter(keys)
+        with shelf.lock:
+            now = shelf.clock()
+            for key in reversed(keys):
+                shelf.lease(key, now, 0.0)
 
     def close(self) -> None:
         self._lifecycle.end()

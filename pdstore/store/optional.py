@@ -142,7 +142,8 @@ class TellsOrigins(Protocol):
 class EvictsByUse(Protocol):
     """A store that evicts the values used longest ago. It tells their age, and evicts when asked.
 
-    `pdstore.worker.save` decides by that age whether a save may evict values.
+    `pdstore.worker.save` decides by that age whether a save may evict values. After a prompt's last
+    save it counts a use of the whole prompt, so that no block goes before those behind it.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -157,6 +158,12 @@ class EvictsByUse(Protocol):
 
         Evicts only blocks and tails, those used longest ago first, no more than needed, and none of
         `keys`. Other saves may take the room. Raises StoreError.
+        """
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Counts a use of those keys that are stored, of the last key first: it goes before others.
+
+        Ends no lease, and should begin none. May end at the first missing key. Raises StoreError.
         """
 
 

@@ -64,6 +64,20 @@ def clock():
     return Clock()
 
 
+def test_a_use_begins_no_lease_and_ends_none():
+    clock, keys = Clock(), fresh_keys(8)
+    with contextlib.closing(MemoryStore(budget=4, lease_s=100.0, clock=clock)) as store:
+        put(store, keys[:4], [b"x"] * 4)
+        store.match(keys[:1])
+        clock.now += 60.0
+        store.use([*keys[:3], keys[7]])
+        put(store, keys[4:5], [b"x"])
+        assert store.which_stored(keys[:4]) == [True, True, True, False]
+        clock.now += 2.0
+        put(store, keys[5:7], [b"x"] * 2)
+        assert store.which_stored(keys[:4]) == [True, False, False, False]
+
+
 def test_a_chain_goes_from_its_end():
     clock, keys = Clock(), fresh_keys(6)
     with contextlib.closing(MemoryStore(budget=4, clock=clock)) as store:

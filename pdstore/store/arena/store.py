@@ -269,6 +269,10 @@ class ArenaStore(Store):
         self._enter(keys)
         return self._arena.make_room(keys, _kinds(keys), sizes)
 
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        self._enter(keys)
+        self._arena.use(keys)
+
     def why_too_long(self, num_bytes: int) -> str | None:
         return why_too_long(self.path, num_bytes, self._arena.slab_bytes)
 

@@ -256,6 +256,10 @@ class FileStore(Store):
         with named_error(self.label, "cannot make room"):
             return self._evictor.clear_room(missing, frozenset(keys))
 
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Leases them, since one time stamp tells of a use and of a lease's end."""
+        self.match(keys)
+
     def server_doubts(self) -> Iterator[ServerDoubt]:
         """Yields `doubts`: they need no server."""
         yield from (ServerDoubt(*doubt) for doubt in self.doubts)

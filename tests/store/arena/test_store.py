@@ -66,6 +66,18 @@ def test_a_chain_goes_from_its_end(open_arena):
     assert store.match(keys[:16]) == 12
 
 
+def test_a_use_begins_no_lease(open_arena):
+    store, keys = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=600), fresh_keys(22)
+    put(store, keys[:16], [content(key, SIZE) for key in keys[:16]])
+    store.use([*keys[:8], keys[21]])
+    put(store, keys[16:18], [content(key, SIZE) for key in keys[16:18]])
+    assert store.which_stored(keys[:16]) == [*[True] * 8, *[False] * 2, *[True] * 6]
+    put(store, keys[18:20], [content(key, SIZE) for key in keys[18:20]])
+    store.match(keys[12:16])
+    put(store, keys[20:21], [content(keys[20], SIZE)])
+    assert store.which_stored(keys[:8]) == [*[True] * 7, False]
+
+
 def test_the_age_of_what_goes_next_is_that_of_its_size_or_of_a_colder_slab(open_arena):
     store = open_arena(size=2 * MIB, slab_bytes=MIB, fresh_s=0, lease_s=1e-9)
     keys = fresh_keys(23)
