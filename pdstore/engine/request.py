@@ -88,6 +88,7 @@ class EngineRequest:
         self._lookup: Lookup | None = None
         self._is_looking = self.may_load
         self._num_usable = 0  # leading tokens of the match that the engine may count as computed
+        self._asked_at = time.monotonic()  # when the prompt is looked up first
         self._load: LoadPlan | None = None  # the load that runs
         self._num_earlier_ends = 0
         self._shortfall: Reason | None = None
@@ -173,7 +174,8 @@ class EngineRequest:
         keys = self.found.keys
         if end < self._num_usable or keys.num_tokens > room:
             keys = keys.prefix(end)
-        self._load = LoadPlan(keys, self.num_present, end, self.found.follow)
+        follow, waited_s = self.found.follow, time.monotonic() - self._asked_at
+        self._load = LoadPlan(keys, self.num_present, end, follow, waited_s)
         self._num_earlier_ends = len(self.ends)
         self.num_jobs += self.num_ranks
         self.cache.metrics.tokens.labels("promised").inc(end - self.num_present)
@@ -399,9 +401,19 @@ class EngineRequest:
             first_token = max(first_token, keys.end_of(first_block))
             if first_token == keys.num_tokens:
                 return None
-        self._first_save = self._first_save or PromptSave(first_token, time.monotonic())
+        now = time.monotonic()
+        first_save = self._first_save = self._first_save or PromptSave(first_token, now)
         announce, self._announce = self._announce, None
-        plan = SavePlan(keys, first_token, handoff, announce, is_awaited, self._first_save)
+        plan = SavePlan(
+            keys,
+            first_token,
+            handoff,
+            announce,
+            is_awaited,
+            first_save,
+            waited_s=now - self._asked_at,
+            ends_prompt=keys.num_tokens == self._end_of_saves,
+        )
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks
         return plan

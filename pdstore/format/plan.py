@@ -25,12 +25,14 @@ class LoadPlan:
     follow: a hand-off that P is still saving (`Match.follow`). Each block is loaded as soon as it
       is stored. The load ends when all blocks are loaded. It ends with fewer blocks if P fails,
       dies, or stores nothing for PDSTORE_HANDOFF_WAIT_S.
+    waited_s: the time from the prompt's first lookup to this plan.
     """
 
     keys: PromptKeys
     first_token: int
     num_tokens: int
     follow: HandoffId | None = None
+    waited_s: float = 0.0
 
 
 class PromptSave(NamedTuple):
@@ -64,6 +66,8 @@ class SavePlan:
       plan with `handoff` need not say it.
     first_save: the prompt's first save; None: not known, so blocks that D has read are leased
       again, and the admission takes the save for a later one of its prompt.
+    waited_s: as in `LoadPlan`.
+    ends_prompt: True for a prompt's last save; one of its answer may follow.
     """
 
     keys: PromptKeys
@@ -72,6 +76,8 @@ class SavePlan:
     announce: Announcement | None = None
     is_awaited: bool = False
     first_save: PromptSave | None = None
+    waited_s: float = 0.0
+    ends_prompt: bool = False
 
     @property
     def is_handed_off(self) -> bool:

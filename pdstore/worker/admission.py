@@ -47,7 +47,7 @@ class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._pending: deque[tuple[float, Iterable[bytes]]] = deque(maxlen=_MAX_PENDING)
+        self._pending: deque[tuple[float, Iterable[bytes], float]] = deque(maxlen=_MAX_PENDING)
         self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use: time, is a save
         self._names_below = _ALL_NAMES
         # numbers of intervals by age: [0] of all, [1] of those that began with a save;
@@ -59,17 +59,23 @@ class Admission:
         self._of_all = [*self._hits[0]], [*self._ends[0]]  # copies made by the last `_learn`
         self._of_new = 0.0
 
-    def found(self, names: Iterable[bytes]) -> None:
-        """Notes a use of blocks in the pool. Iterates `names` only at a save: loads are urgent."""
-        self._pending.append((self._clock(), names))
+    def found(self, names: Iterable[bytes], waited_s: float = 0.0) -> None:
+        """Notes a use of blocks in the pool. Iterates `names` only at a save: loads are urgent.
 
-    def saved(self, names: Iterable[bytes]) -> None:
-        """Notes a use of blocks that were not in the pool, also if their save is not admitted."""
+        waited_s: how long ago the request's prompt was looked up first.
+        """
+        self._pending.append((self._clock(), names, waited_s))
+
+    def saved(self, names: Iterable[bytes], waited_s: float = 0.0) -> None:
+        """Notes a use of blocks that were not in the pool, also if their save is not admitted.
+
+        waited_s: as `found` takes it.
+        """
         now = self._clock()
         with self._lock:
             while self._pending:
                 self._use(*self._pending.popleft(), is_save=False)
-            self._use(now, names, is_save=True)
+            self._use(now, names, waited_s, is_save=True)
             if len(self._samples) > _MAX_SAMPLES:
                 self._forget(now)
 
@@ -81,16 +87,17 @@ class Admission:
             self._oldest_s = max(0.99 * self._oldest_s, oldest_s)
             return self._of_new >= hit_density(*self._of_all, _age(oldest_s))
 
-    def _use(self, now: float, names: Iterable[bytes], *, is_save: bool) -> None:
+    def _use(self, now: float, names: Iterable[bytes], waited_s: float, *, is_save: bool) -> None:
+        asked_at = now - waited_s
         for name in names:
             if int.from_bytes(name[:4], "big") >= self._names_below:
                 continue
             before = self._samples.pop(name, None)
             kind = is_save
-            if before is not None and now - before[0] <= FRESH_S:  # counts as one use
+            if before is not None and asked_at - before[0] <= FRESH_S:  # counts as one use
                 kind = before[1]
             elif before is not None:
-                self._end(now, *before, hits=1)
+                self._end(asked_at, *before, hits=1)
             self._samples[name] = now, kind
             self._num_uses += 1
 

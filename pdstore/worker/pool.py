@@ -262,7 +262,7 @@ class KVPool:
             work.close()
         self._queue.submit(job)
         if self._mover.admission is not None:
-            self._mover.admission.found(prompt.keys.hashes())
+            self._mover.admission.found(prompt.keys.hashes(), plan.waited_s)
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
             block_timeout_s = self._settings.handoff_wait_s

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class SaveWork(Work[_SaveRange]):
     def __post_init__(self) -> None:
         self._at_once = self.mover.transfer.split.at_once
         self._is_awaited = self.mover.is_awaited(self.plan)
+        self._asked_at = time.monotonic() - self.plan.waited_s
 
     @property
     def first_block(self) -> int:
@@ -80,7 +82,14 @@ class SaveWork(Work[_SaveRange]):
             return self._publish(turn, self.plan.handoff, shortfall)
         turn.set_captured()
         missing = self._first_missing(turn, self.first_block, shortfall)
-        return None if missing is None else shortfall or Shortfall(Reason.LOST)
+        if missing is not None:
+            return shortfall or Shortfall(Reason.LOST)
+        by_use = self.mover.by_use
+        if by_use is not None and self.plan.ends_prompt and not self._is_first:
+            # else the blocks of an earlier save would go before those of this one, which need them
+            with turn.in_store_call():
+                by_use.use(self.prompt.keys.store_keys(self.prompt.layout.owned_parts))
+        return None
 
     def _move(self, items: Sequence[_SaveRange], turn: WorkerTurn) -> Reason | None:
         first, is_admitted = self._decide(turn)
@@ -123,8 +132,9 @@ class SaveWork(Work[_SaveRange]):
         first = values.numbers[num_stored] if num_stored < len(values) else num_blocks
         if self.mover.admission is not None:
             used = 0 if self._is_first else self.first_block
-            self.mover.admission.found(self.prompt.keys.hashes(used, first))
-            self.mover.admission.saved(self.prompt.keys.hashes(first, num_blocks))
+            waited_s = time.monotonic() - self._asked_at
+            self.mover.admission.found(self.prompt.keys.hashes(used, first), waited_s)
+            self.mover.admission.saved(self.prompt.keys.hashes(first, num_blocks), waited_s)
         return first
 
     def _makes_room(self, turn: WorkerTurn, error: StoreError) -> bool:

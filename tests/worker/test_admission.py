@@ -12,11 +12,13 @@ from hashlib import sha256
 
 import pytest
 
+from pdstore.engine.request import EngineRequest, JobEnd
 from pdstore.errors import JobResult, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import POOL_ID_KEY
 from pdstore.format.plan import PromptSave, SavePlan
 from pdstore.store import open_store
+from pdstore.store.base import FRESH_S
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker import mover
@@ -83,6 +85,26 @@ def test_a_hot_prefix_and_pairs_of_requests_do_not_hide_a_cycle(clock):
     assert not admission.admits(20.0)
 
 
+def test_an_age_ends_with_the_lookup_though_the_request_waits(clock):
+    """What was not looked up for longer than any other value will not be used."""
+    admission = Admission(clock)
+    for number in range(400):
+        clock.now += 1.0  # each is looked up 5 s after its last use, and waits for 25 s
+        admission.saved(names_of(number % 30), waited_s=25.0)
+    assert [admission.admits(age) for age in (3.0, 10.0)] == [False, True]
+
+
+def test_what_was_used_since_the_lookup_is_not_used_twice(clock):
+    admission = Admission(clock)
+    for _ in range(30):
+        for user in range(30):
+            clock.now += 1.0
+            admission.saved(names_of(user))
+            clock.now += 2.0
+            admission.found(names_of(user), waited_s=20.0)  # it came before the save
+    assert [admission.admits(age) for age in (60.0, 120.0)] == [False, True]
+
+
 def test_many_names_are_learnt_from_by_a_sample(clock):
     admission = Admission(clock)
     for user in [*range(300)] * 4:
@@ -101,6 +123,9 @@ class Full(WrapperStore):
 
     def make_room(self, keys, sizes):
         return False
+
+    def use(self, keys):
+        pass
 
     def put(self, keys, slots):
         self.num_puts += keys != [POOL_ID_KEY]
@@ -147,6 +172,60 @@ def test_a_prompts_first_save_may_begin_behind_blocks_that_are_still_saved(full,
     save = p.pool.begin_save(plan, P_BLOCKS)
     save.layers_done(3)
     assert save.job.wait(10).reason is None
+
+
+def test_a_plan_tells_how_long_its_request_has_waited(instance, monkeypatch):
+    waits = {"found": [], "saved": []}
+    for name, of_call in waits.items():
+        monkeypatch.setattr(
+            Admission, name, lambda self, names, waited_s=0.0, to=of_call: to.append(waited_s)
+        )
+    p = instance(over=MemoryStore(budget=1 << 20))
+    save(p, range(128))
+    for of_call in waits.values():
+        of_call.clear()
+    request = EngineRequest(p.cache, settings_of(), p.cache.keys(range(200)))
+    assert request.poll(10.0)
+    time.sleep(0.1)
+    load = p.pool.begin_load(request.plan_load(request.find(0, 200), 200), P_BLOCKS)
+    assert load.wait(10).reason is None
+    request.ends.append(JobEnd.of_job(load))
+    assert request.end_load() == 128
+    time.sleep(0.1)
+    request.begin_step(128, 200)
+    begun = p.pool.begin_save(request.plan_save(128, 200), P_BLOCKS)
+    begun.layers_done(3)
+    assert begun.job.wait(10).reason is None
+    assert 0.1 <= waits["found"][0] < 10
+    assert 0.2 <= waits["saved"][0] < 10
+
+
+@pytest.mark.parametrize("kind", ["shm", "file", "memory"])
+def test_no_block_of_a_prompt_goes_before_those_behind_it(kind, tmp_path, instance):
+    """The prompt was saved in two parts, and then others evict some of its blocks."""
+    size = HEADER_BYTES + BLOCK_BYTES
+    urls = {
+        "shm": f"shm://order?size={20 * size >> 16 << 16}&slab=64KiB&dir={tmp_path}&lease=0.001",
+        "file": f"file://{tmp_path}/pool?budget={10 * size}&lease=0.001",
+        "memory": f"memory://?budget={10 * size}&lease=0.001",
+    }
+    with contextlib.closing(open_store(urls[kind], settings_of())) as store:
+        p = instance(over=store)
+        request = EngineRequest(p.cache, settings_of(), p.cache.keys(range(256)))
+        assert request.poll(10.0)
+        for start, stop in ((0, 128), (128, 256)):
+            request.begin_step(start, stop)
+            begun = p.pool.begin_save(request.plan_save(start, stop), P_BLOCKS)
+            begun.layers_done(3)
+            assert begun.job.wait(10) == JobResult(stop)
+            time.sleep(FRESH_S + 0.1)
+        keys, stored, others = request.keys.store_keys(p.layout.parts), [True], 0
+        while all(stored):
+            others += 1000
+            assert save(p, range(others, others + 64)).reason is None
+            stored = store.which_stored(keys)
+        assert stored == sorted(stored, reverse=True)
+        assert stored[0]
 
 
 def test_what_another_instance_waits_for_is_always_admitted(full, instance):
