@@ -1,40 +1,47 @@
-"""Hits of a pool that is smaller than what is in use: LRU, a fixed time of rest, and Admission.
+"""Hits of a pool that is smaller than what is in use, with LRU and with Admission.
 
-    python -m benchmarks.trace.eviction FILE... [--json benchmarks/results/trace_eviction.json]
+    git show 62ee8012:pdstore/worker/admission.py > before.py
+    python -m benchmarks.trace.eviction FILE... --before before.py
+        [--json benchmarks/results/trace_eviction.json]
 
 FILE is a trace of the Mooncake release, as `benchmarks.trace` reads it. The other workloads are
 made from seeds: users in a cycle of turns, each with a document that a new one replaces after six
 questions. The pool is a model, one LRU list of blocks, in which a save's last blocks go first; the
-policy is the product's, by the workload's own clock. "A fixed time" refuses a block while the
-oldest one was used within so many requests: the best of several, known afterwards.
+policy is the product's, by the workload's own clock.
+
+The last workloads are closed loops of users and an engine with a queue (`closed_loop`): means of
+six seeds, from second 100 to 500. There a pool's size is a share of the users' own KV; those who
+left need room as well. `--before` adds a column for an earlier `Admission`, with its rules.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import heapq
 import random
+import runpy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report
+from benchmarks.trace.closed_loop import LIVE_TOKENS, ClosedLoop, Crowd, Policy, name_of
 from benchmarks.trace.replay import Clock
 from benchmarks.trace.requests import read_trace
 from pdstore.worker.admission import Admission
 
 COLUMNS = [
-    *("workload", "pool, of what is in use", "LRU, %", "best fixed time, %", "requests of it"),
-    *("Admission, %", "saves refused, %"),
+    *("workload", "pool, of what is in use", "LRU, %"),
+    *("before, %", "Admission, %", "saves refused, %"),
 ]
 SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-FIXED = (16, 32, 64, 96, 128, 192, 256)
 TURNS = 6
 SYSTEM_BLOCKS = 16
+LOOP_SIZES = (1 / 4, 1 / 2, 3 / 4, 1.0, 1.07, 1.25, 1.5)
+SEEDS = range(101, 107)
+LOOP_S = (100.0, 500.0)
 
 
 class Asked(NamedTuple):
@@ -44,83 +51,57 @@ class Asked(NamedTuple):
     blocks: Sequence[int]
 
 
-class Use(NamedTuple):
-    """The last use of a block: when, and in which request."""
-
-    at_s: float
-    request: int
-
-
-Refuses = Callable[[Use, Use], bool]
-"""Decides by the oldest block's last use, and the present one, whether a save is refused."""
-
-
-@cache
-def name_of(block: int) -> bytes:
-    """Returns the prefix hash that stands for a block."""
-    return hashlib.blake2b(str(block).encode(), digest_size=16).digest()
+PRODUCT = Policy(Admission, knows_queue=True)
 
 
 class ModelPool:
-    """An LRU list of blocks.
+    """An LRU list of blocks. room: blocks. admission: None: every save may evict."""
 
-    room: blocks. at_once: blocks of a save that are refused or evict others together; None: all.
-    """
-
-    def __init__(self, room: int, refuses: Refuses, at_once: int | None = 1) -> None:
-        self._room, self._refuses, self._at_once = room, refuses, at_once
-        self._used: OrderedDict[int, Use] = OrderedDict()
+    def __init__(self, room: int, admission: Admission | None) -> None:
+        self._room, self._admission = room, admission
+        self._used_at: OrderedDict[int, float] = OrderedDict()
         self.num_refused = 0
 
-    def find(self, blocks: Sequence[int], now: Use) -> int:
+    def find(self, blocks: Sequence[int], now_s: float) -> int:
         """Returns how many of the first blocks are there, which are used."""
-        found = next((i for i, b in enumerate(blocks) if b not in self._used), len(blocks))
-        self._touch(blocks[:found], now)
+        found = next((i for i, b in enumerate(blocks) if b not in self._used_at), len(blocks))
+        self._touch(blocks[:found], now_s)
         return found
 
-    def save(self, blocks: Sequence[int], now: Use) -> None:
-        """Puts what is admitted of a chain; the oldest blocks go for it."""
-        step = self._at_once or max(1, len(blocks))
-        for start in range(0, len(blocks), step):
-            share = blocks[start : start + step]
-            absent = [block for block in share if block not in self._used]
-            missing = len(self._used) + len(absent) - self._room
-            if absent and missing > 0 and self._refuses(next(iter(self._used.values())), now):
-                self.num_refused += 1
-                return
-            for _ in range(min(missing, len(self._used))):
-                self._used.popitem(last=False)
-            self._touch(share[: self._room], now)
+    def save(self, blocks: Sequence[int], now_s: float) -> None:
+        """Puts a chain if it is admitted; the oldest blocks go for it."""
+        absent = [block for block in blocks if block not in self._used_at]
+        missing = len(self._used_at) + len(absent) - self._room
+        if absent and missing > 0 and not self._admits(now_s):
+            self.num_refused += 1
+            return
+        for _ in range(min(missing, len(self._used_at))):
+            self._used_at.popitem(last=False)
+        self._touch(blocks[: self._room], now_s)
 
-    def _touch(self, blocks: Sequence[int], now: Use) -> None:
+    def _admits(self, now_s: float) -> bool:
+        oldest_s = now_s - next(iter(self._used_at.values()))
+        return self._admission is None or self._admission.admits(oldest_s)
+
+    def _touch(self, blocks: Sequence[int], now_s: float) -> None:
         for block in reversed(blocks):
-            self._used[block] = now
-            self._used.move_to_end(block)
+            self._used_at[block] = now_s
+            self._used_at.move_to_end(block)
 
 
-def share_found(requests: Sequence[Asked], room: int, refuses: Refuses) -> float:
-    """Returns the percentage of the blocks that a pool finds which saves block by block."""
-    pool, found = ModelPool(room, refuses), 0
-    for number, (at_s, blocks) in enumerate(requests):
-        now = Use(at_s, number)
-        num_found = pool.find(blocks, now)
-        pool.save(blocks[num_found:], now)
-        found += num_found
-    return 100 * found / sum(len(blocks) for _, blocks in requests)
-
-
-def share_admitted(requests: Sequence[Asked], room: int) -> tuple[float, float]:
-    """Returns the percentages of blocks found and of saves refused with the product's policy."""
+def percentages(requests: Sequence[Asked], room: int, policy: Policy) -> tuple[float, float]:
+    """Returns the percentages of blocks found and of saves refused."""
     clock, found = Clock(), 0
-    admission = Admission(clock)
-    pool = ModelPool(room, lambda old, now: not admission.admits(now.at_s - old.at_s), None)
-    for number, (at_s, blocks) in enumerate(requests):
-        now, clock.now_s = Use(at_s, number), at_s
-        num_found = pool.find(blocks, now)
-        names = [name_of(block) for block in blocks]
-        admission.found(names[:num_found])
-        admission.saved(names[num_found:])
-        pool.save(blocks[num_found:], now)
+    admission = policy.admission and policy.admission(clock)
+    pool = ModelPool(room, admission)
+    for at_s, blocks in requests:
+        clock.now_s = at_s
+        num_found = pool.find(blocks, at_s)
+        if admission is not None:
+            names = [name_of(block) for block in blocks]
+            admission.found(names[:num_found])
+            admission.saved(names[num_found:])
+        pool.save(blocks[num_found:], at_s)
         found += num_found
     num_blocks = sum(len(blocks) for _, blocks in requests)
     return 100 * found / num_blocks, 100 * pool.num_refused / len(requests)
@@ -173,7 +154,7 @@ def made_workloads() -> dict[str, tuple[list[Asked], int]]:
     """Returns workloads by their names, and the blocks that each has in use at a time."""
     one = cycle()
     in_one = in_use(64, one)
-    made = {f"64 users, seed {seed}": (cycle(seed=seed), in_one) for seed in (1, 2, 3, 4)}
+    made = {f"64 users, seed {seed}": (cycle(seed=seed), in_one) for seed in (1, 2)}
     for users in (32, 128):
         of_others = cycle(users)
         made[f"{users} users"] = of_others, in_use(users, of_others)
@@ -196,6 +177,7 @@ def made_workloads() -> dict[str, tuple[list[Asked], int]]:
 def main() -> None:
     parser = parser_of(__doc__, rounds=None)
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier admission.py")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
 
@@ -210,23 +192,50 @@ def measure(given: argparse.Namespace) -> Report:
     for file in given.files[-1:]:
         first, room = made["64 users, seed 1"]
         made[f"64 users, then {file.stem}"] = behind(first, workloads[file.stem][0]), room
+    policies = [Policy(), PRODUCT]
+    if given.before is not None:
+        policies.insert(1, Policy(runpy.run_path(str(given.before))["Admission"]))
     report = Report("blocks found by a pool smaller than what is in use", COLUMNS)
     for name, (requests, num_blocks) in (workloads | made).items():
         for size in SIZES:
-            add_row(report, name, requests, size, max(1, int(num_blocks * size)))
+            room = max(1, int(num_blocks * size))
+            add_row(report, name, size, [percentages(requests, room, each) for each in policies])
+    for name, crowd in crowds().items():
+        for size in LOOP_SIZES:
+            add_row(report, name, size, [means(crowd, each, size) for each in policies])
     return report
 
 
-def add_row(report: Report, name: str, requests: list[Asked], size: float, room: int) -> None:
-    lru = share_found(requests, room, within(0))
-    fixed = {count: share_found(requests, room, within(count)) for count in FIXED}
-    best = max(fixed, key=fixed.__getitem__)
-    report.add(name, size, lru, fixed[best], best, *share_admitted(requests, room))
+def add_row(report: Report, name: str, size: float, found: Sequence[tuple[float, float]]) -> None:
+    """Adds the percentages of LRU, of an earlier policy if it was asked for, and of the product."""
+    before = round(found[1][0], 2) if len(found) == 3 else ""
+    last, refused = found[-1]
+    report.add(name, size, round(found[0][0], 2), before, round(last, 2), round(refused, 2))
 
 
-def within(num_requests: int) -> Refuses:
-    """Refuses while the oldest block was used within so many requests; 0: never."""
-    return lambda old, now: now.request - old.request < num_requests
+def crowds() -> dict[str, Crowd]:
+    """Returns users in closed loops, by the names of their workloads."""
+    made = {}
+    for users in (24, 48):
+        for questions in (4, 2):
+            name = f"{users} users leave after {questions} questions"
+            made[f"{name}, in phase"] = Crowd(users, questions)
+            made[f"{name}, mixed"] = Crowd(users, questions, is_mixed=True)
+        name = f"{users} users leave after 4 questions on average"
+        made[name] = Crowd(users, 4, is_geometric=True)
+    return made
+
+
+def means(crowd: Crowd, policy: Policy, size: float) -> tuple[float, float]:
+    """Returns the mean percentages of tokens found and of saves refused in a closed loop."""
+    room = int(size * crowd.num_users * LIVE_TOKENS)
+    loops = [ClosedLoop(crowd, policy, room, seed) for seed in SEEDS]
+    for loop in loops:
+        loop.run(LOOP_S[0])
+    counts = [loop.run(LOOP_S[1]) for loop in loops]
+    found = sum(100 * each["loaded"] / each["asked"] for each in counts)
+    refused = sum(100 * each["refused"] / each["saves"] for each in counts)
+    return found / len(counts), refused / len(counts)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.trace import eviction, room
 from benchmarks.trace.__main__ import main
+from benchmarks.trace.closed_loop import LIVE_TOKENS, ClosedLoop, Crowd, Policy
 from benchmarks.trace.replay import Clock, Fleet, replay
 from benchmarks.trace.requests import TRACE_BLOCK, TraceRequest, read_trace
 from tests.support.published_models import MODELS
@@ -102,20 +103,35 @@ def test_the_pool_for_a_hit_rate_comes_from_a_trace(tmp_path, monkeypatch):
         room.main()
 
 
-@pytest.mark.parametrize("size", [1 / 8, 3 / 4])
-def test_admission_finds_on_a_cycle_what_the_best_fixed_time_finds(size):
+def share_found(requests, num_blocks, policy):
+    return eviction.percentages(requests, num_blocks, policy)[0]
+
+
+@pytest.mark.parametrize(("size", "least"), [(1 / 8, 19), (3 / 4, 60)])
+def test_admission_finds_on_a_cycle_what_the_pool_holds(size, least):
     requests = eviction.cycle(32, turns=30)
     num_blocks = int(eviction.in_use(32, requests) * size)
-    lru, *fixed = [
-        eviction.share_found(requests, num_blocks, eviction.within(count))
-        for count in (0, *eviction.FIXED)
-    ]
-    found, _ = eviction.share_admitted(requests, num_blocks)
-    assert found > max(fixed) - 1
-    assert found > 1.5 * lru
+    found = share_found(requests, num_blocks, eviction.PRODUCT)
+    assert found > least
+    assert found > 1.5 * share_found(requests, num_blocks, Policy())
 
 
 def test_admission_finds_what_lru_finds_where_old_blocks_are_of_less_use():
     requests = [eviction.Asked(r.at_s, r.blocks) for r in conversations()]
-    found, _ = eviction.share_admitted(requests, 200)
-    assert found > eviction.share_found(requests, 200, eviction.within(0)) - 1
+    found = share_found(requests, 200, eviction.PRODUCT)
+    assert found > share_found(requests, 200, Policy()) - 1
+
+
+@pytest.mark.parametrize(("size", "least"), [(0.5, 30), (1.25, 65)])
+def test_users_who_leave_find_what_the_pool_holds_though_they_queue(size, least):
+    """A pool of 1.25 times their own KV also holds what those who left have left behind."""
+    crowd, counts = Crowd(24, 4, is_mixed=True), []
+    for policy in (Policy(), eviction.PRODUCT):
+        loop = ClosedLoop(crowd, policy, int(size * 24 * LIVE_TOKENS), seed=101)
+        loop.run(100.0)
+        counts.append(loop.run(300.0))
+    lru, product = (100 * each["loaded"] / each["asked"] for each in counts)
+    assert product > least
+    assert product > lru - 1
+    assert counts[0]["refused"] == 0
+    assert (counts[1]["refused"] > 0) == (size < 1)
