@@ -8,8 +8,9 @@ take turns, every block is used again at about the same age, so the oldest block
 used. A small pool that evicts it has almost no hits, so the save is refused. If older values are
 less likely to be used, every save may evict: the policy is then plain LRU. A value that nobody uses
 any more becomes older than any age at which a use was seen, and is evicted: no value stays for
-ever. Protecting values for a fixed time suits only one workload; `benchmarks.trace.eviction`
-compares such policies.
+ever. An age runs from a use to the next lookup, not to the load that follows it: how long a request
+waits in between says nothing about when its user comes back. `benchmarks.trace.eviction` compares
+policies.
 Decision: docs/decisions/041-admission.md
 """
 
