@@ -88,8 +88,6 @@ def main() -> None:
         print(table(found))
         if given.json:
             given.json.write_text(json.dumps(found, indent=1) + "\n")
-        if given.timelines:
-            run.write_timelines(given.timelines)
     late = late_stores(run.leads)
     if late:
         sys.exit(f"D's loads waited for P's `done` over {', '.join(late)}")
@@ -131,7 +129,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     _add_comparisons(parser)
-    parser.add_argument("--timelines", type=Path, help="a directory for JSON and SVG of one each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     for name, value in (SMALL if given.cpu else LARGE).items():

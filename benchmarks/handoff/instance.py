@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from benchmarks.handoff.timeline import Recorder, now
+from benchmarks.handoff.recorder import Recorder, now
 
 
 class Prompt(NamedTuple):
@@ -125,11 +125,11 @@ class Instance:
             self._inbox.append((now(), *words))
 
     def record(self) -> None:
-        """Begins a timeline."""
+        """Begins to record the watched calls."""
         self._pipe.send("record")
 
     def recorded(self) -> list[Any]:
-        """Ends the timeline. Returns its spans."""
+        """Ends it. Returns the calls as spans."""
         self._pipe.send("recorded")
         spans: list[Any] = self.wait("spans", "")[1]
         return spans

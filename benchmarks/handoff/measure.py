@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.handoff.instance import Ask, Instance, Prompt
-from benchmarks.handoff.timeline import now, write_timeline
+from benchmarks.handoff.recorder import now
 from pdstore.router.bodies import REMOTE_DECODE
 
 NUM_DECODED = 8
@@ -43,7 +42,6 @@ class Sample:
     is_same: bool | None
     reason: str | None
     saved_s: float | None = None
-    marks: dict[str, float] = field(default_factory=dict)  # what the client saw, seconds of now()
 
 
 class Client:
@@ -97,21 +95,11 @@ class Client:
             reason=facts["reason"],
             saved_s=asked - answered if mode == "settled" else None,
         )
-        marks = {"P asked": sent, "P answered": answered, "D asked": asked, "first token": first}
-        sample.marks = marks
         for each in (self._p, self._d):
             each.settle()
         if is_checked:
             sample.is_same = self._is_right(prompt, facts["ids"])
         return sample
-
-    def timeline(self, mode: str, num_tokens: int, path: Path) -> None:
-        """Hands one more prompt over, and writes what P and D did when."""
-        for each in (self._p, self._d):
-            each.record()
-        marks = self.hand_over(mode, num_tokens).marks
-        spans = {"P": self._p.recorded(), "D": self._d.recorded()}
-        write_timeline(path, marks, spans)
 
     def lead(self, num_tokens: int) -> float:
         """Hands one more prompt over to a P and a D that are asked at once.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.instance import Ask, Prompt
-from benchmarks.handoff.timeline import now
+from benchmarks.handoff.recorder import now
 
 VOCABULARY = 32_000
 PRELOAD = ("examples.mini_engine.engine", "transformers.models.llama.modeling_llama")

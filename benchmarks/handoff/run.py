@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.handoff.engines import Setup
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.measure import MODES, Client, Sample, prefill_alone
-from benchmarks.handoff.timeline import now
+from benchmarks.handoff.recorder import now
 from benchmarks.peers import PEER_MODES
 
 _NUM_LEADS = 6  # one of which has to be early, also on a busy machine
@@ -61,15 +60,6 @@ class Run:
         for client in self._clients():
             leads = [client.lead(tokens) for _ in range(_NUM_LEADS)]
             self.leads.append({"store": client.store, "tokens": tokens, "lead_s": leads})
-
-    def write_timelines(self, directory: Path) -> None:
-        """Records one more hand-off of each store, mode and length."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for client in self._clients():
-            for mode in modes_of(client.store, self.given.modes):
-                for tokens in self.given.tokens if mode != "computed" else ():
-                    name = f"{client.store}_{mode}_{tokens}.json"
-                    client.timeline(mode, tokens, directory / name)
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)

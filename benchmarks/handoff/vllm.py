@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.handoff.instance import Ask, Prompt
-from benchmarks.handoff.timeline import now
+from benchmarks.handoff.recorder import now
 from benchmarks.vllm_engine import Engine
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.command import run
 from benchmarks.handoff.__main__ import parse
+from benchmarks.handoff.recorder import WATCHED
 from benchmarks.handoff.report import late_stores
 from benchmarks.handoff.run import modes_of
-from benchmarks.handoff.timeline import WATCHED
 from benchmarks.peers import peer_of
 from benchmarks.report import Report
 from tests.support.overload import measure
@@ -54,8 +54,8 @@ def test_what_a_benchmark_lacks_is_one_line(command, said):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("place", [place for place in WATCHED if place.startswith("pdstore.")])
-def test_a_timeline_watches_functions_that_exist(place):
+@pytest.mark.parametrize("place", WATCHED)
+def test_a_recorder_watches_functions_that_exist(place):
     module, _, path = place.partition(":")
     owner, _, function = path.partition(".")
     assert callable(getattr(getattr(importlib.import_module(module), owner), function))
