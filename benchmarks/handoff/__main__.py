@@ -96,12 +96,10 @@ def main() -> None:
 def start_pairs(
     setup: Setup, given: argparse.Namespace, stores: dict[str, str], tree_name: str = ""
 ) -> None:
-    """Starts a P and a D for each store, way to load and size of blocks."""
-    for store, url in stores.items():
-        for load, block in product(given.load, given.block):
-            name = store if len(given.load) == 1 else f"{store} {load}"
-            name += "" if len(given.block) == 1 else f" {block}"
-            setup.start_pair(f"{name} {tree_name}".rstrip(), url, load, block)
+    """Starts a P and a D for each store and size of blocks."""
+    for (store, url), block in product(stores.items(), given.block):
+        name = store if len(given.block) == 1 else f"{store} {block}"
+        setup.start_pair(f"{name} {tree_name}".rstrip(), url, block)
 
 
 def parse() -> argparse.Namespace:
@@ -113,13 +111,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stores", nargs="+", help=STORES)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--load", nargs="+", default=["always"], help="PDSTORE_LOAD of the pairs")
     parser.add_argument("--rounds", type=int, help="samples of each kind, after one to warm up")
     parser.add_argument("--burst", type=int, default=4, help="prompts at once; 0: none")
     parser.add_argument("--burst-tokens", type=int)
     parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
     parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
-    _add_model(parser)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
     parser.add_argument(
         "--block",
         type=int,
@@ -140,16 +139,7 @@ def parse() -> argparse.Namespace:
         parser.error("--trees goes without --check and --control")
     if given.engine == "mini" and not PEER_MODES.keys().isdisjoint(given.stores):
         parser.error(f"--stores: {' and '.join(PEER_MODES)} go with --engine vllm")
-    if given.window and given.engine == "mini":
-        parser.error("--window goes with --engine vllm: the mini engine stores all tokens")
     return given
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--window", type=int, help="tokens that each layer sees; all by default")
-    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
 
 
 def _add_comparisons(parser: argparse.ArgumentParser) -> None:

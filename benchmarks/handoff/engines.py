@@ -55,12 +55,12 @@ class Setup:
         """Starts a second instance without a pool."""
         self.controls["control"] = self._start("control", {}, 0, block)
 
-    def start_pair(self, name: str, url: str, load: str, block: int) -> None:
+    def start_pair(self, name: str, url: str, block: int) -> None:
         """Starts P on the first GPU, and D on the second if there is one.
 
-        load: PDSTORE_LOAD. block: tokens of a block of vLLM.
+        block: tokens of a block of vLLM.
         """
-        common = {"store": url, "weights": "bench", "load": load}
+        common = {"store": url, "weights": "bench"}
         self.pairs[name] = (
             self._start(f"{name}-p", common | {"role": "prefill"}, 0, block),
             self._start(f"{name}-d", common | {"role": "decode"}, 1, block),
@@ -112,9 +112,6 @@ class VllmSetup(Setup):
         shape |= {"intermediate_size": given.hidden * 7 // 2}
         self._model = self._scratch / "model"
         self._model.mkdir()
-        if given.window:
-            shape |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-            shape |= {"sliding_window": given.window}
         (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
 
     def start_controls(self, block: int) -> None:
@@ -128,10 +125,10 @@ class VllmSetup(Setup):
         }
         self.controls["idle_connector"] = self._start_vllm("idle-connector", arguments, 0)
 
-    def start_pair(self, name: str, url: str, load: str, block: int) -> None:
+    def start_pair(self, name: str, url: str, block: int) -> None:
         """As above. A peer of pdstore goes by its name, without a URL."""
         if url not in PEER_MODES:
-            super().start_pair(name, url, load, block)
+            super().start_pair(name, url, block)
             return
         pair = [self._start_peer(f"{name}-{end}", url, end, block) for end in ("p", "d")]
         self.pairs[name] = (pair[0], pair[1])
