@@ -102,22 +102,6 @@ async def turns(client: Client, plan: Plan) -> None:
     await _all(user(slot) for slot in range(sizes.users))
 
 
-async def unique(client: Client, plan: Plan) -> None:
-    """Users in a closed loop whose prompts share nothing."""
-    sizes, serial = plan.sizes, iter(range(1 << 30))
-
-    async def user(slot: int) -> None:
-        await asyncio.sleep(0.1 * slot)
-        while True:
-            name = next(serial)
-            draw = random.Random(repr((plan.seed, name)))
-            length = int(draw.lognormvariate(math.log(sizes.document), 0.5))
-            await client.ask(plan.tokens(min(length, sizes.longest), name), sizes.answer)
-            await asyncio.sleep(draw.uniform(*sizes.think_s))
-
-    await _all(user(slot) for slot in range(sizes.users))
-
-
 async def agent(client: Client, plan: Plan) -> None:
     """Jobs that arrive at a rate: each calls the model again and again with all it has seen."""
     sizes = plan.sizes
@@ -228,7 +212,7 @@ WORKLOADS = {
     "turns": Workload(turns, Sizes()),
     "tight": Workload(turns, Sizes(users=64)),
     "fits": Workload(turns, Sizes(gpu=600_000)),
-    "unique": Workload(unique, Sizes()),
+    "unique": Workload(turns, Sizes(turns=1, system=0, question=(0, 0))),
     "agent": Workload(agent, _AGENT, is_open=True),
     "convoy": Workload(convoy, Sizes(users=50, document=10_000, answer=64)),
     "reload": Workload(reload, _RELOAD),
