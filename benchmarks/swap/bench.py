@@ -13,10 +13,10 @@ from statistics import median
 import torch
 
 from benchmarks.command import parser_of, run
-from benchmarks.report import Report
+from benchmarks.report import Report, seconds_of
 from benchmarks.swap.beside import Beside
 from benchmarks.swap.library import open_bench_library
-from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape, seconds
+from benchmarks.swap.rig import IN, METHODS, OUT, Contiguous, Rig, SwapShape
 from pdstore.errors import Direction
 from pdstore.native.library import CopyPath
 
@@ -110,14 +110,14 @@ def speed_of(
     copy()
     limits, times = [], []
     for _ in range(rounds):
-        limits.append(seconds(limit))
-        times.append(seconds(copy))
+        limits.append(seconds_of(limit))
+        times.append(seconds_of(copy))
     return num_bytes / median(times) / 1e9, median(limits) / median(times)
 
 
 def _measure_small(report: Report, rig: Rig, direction: Direction, n: int, rounds: int) -> None:
     copy = rig.native(rig.serving, direction, n)
-    times = [seconds(copy) * 1e6 for _ in range(10 * rounds)]
+    times = [seconds_of(copy) * 1e6 for _ in range(10 * rounds)]
     path = rig.serving.plan(direction)[0].path
     goal = 80 if n == 1 and rig.shape.block_bytes == 2 << 20 else ""
     row = ("submit to done", rig.shape.name, n, direction.value, path)
@@ -138,7 +138,7 @@ def _measure_both(report: Report, rig: Rig, rounds: int) -> None:
                 while not ticket.wait(10):
                     pass
 
-        times.append(seconds(copy))
+        times.append(seconds_of(copy))
     num_bytes = 2 * half * rig.shape.block_bytes
     row = ("both directions", rig.shape.name, 2 * half, "save and load", swap.plan()[0].path)
     goal = 85 if rig.shape.name == _COMPARED[0] else ""

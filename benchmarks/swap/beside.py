@@ -10,7 +10,8 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from benchmarks.swap.rig import IN, OUT, Contiguous, Rig, seconds
+from benchmarks.report import seconds_of
+from benchmarks.swap.rig import IN, OUT, Contiguous, Rig
 from pdstore.errors import Direction
 from pdstore.native.library import CopyPath
 from pdstore.threads import Worker
@@ -149,7 +150,7 @@ def pace(work: Callable[[], None], for_s: float = _SECONDS) -> float:
         work()
         torch.cuda.current_stream().synchronize()
 
-    one = max(seconds(once), 1e-4)
+    one = max(seconds_of(once), 1e-4)
     calls = max(3, int(for_s / one))
     begin.record()
     queued: list[torch.cuda.Event] = []
@@ -179,7 +180,7 @@ def readback(
     background = Background(copy)
     while background.count < 2:
         time.sleep(0.001)
-    times = sorted(seconds(probe) * 1e3 for _ in range(_PROBES))
+    times = sorted(seconds_of(probe) * 1e3 for _ in range(_PROBES))
     late = times[_PROBES * 99 // 100]
     background.stop()
     goal = "" if direction is IN else (0.7 if path is CopyPath.STAGE else 0.5)
@@ -217,7 +218,7 @@ def caller(add: Add, rig: Rig) -> None:
     """Adds the calling thread's time: in the engine's call, and in packing the pieces before it."""
     n = 1024  # the same blocks twice, if there are not as many
     pieces = [rig.piece(i % rig.n) for i in range(n)]
-    packing = median(seconds(lambda: rig.serving.pack(OUT, pieces)) * 1e6 for _ in range(9))
+    packing = median(seconds_of(lambda: rig.serving.pack(OUT, pieces)) * 1e6 for _ in range(9))
     packed = rig.serving.pack(OUT, pieces)
     times = [submit_us(rig.serving, packed) for _ in range(9)]
     row = (rig.shape.name, n, "save", "")

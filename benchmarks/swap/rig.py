@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-import time
 from array import array
 from collections.abc import Callable
 from typing import NamedTuple
@@ -189,10 +188,3 @@ class Contiguous:
             self._stream.synchronize()
 
         return copy
-
-
-def seconds(copy: Callable[[], object]) -> float:
-    """Returns the seconds of one call."""
-    start = time.perf_counter()
-    copy()
-    return time.perf_counter() - start
