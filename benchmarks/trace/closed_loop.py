@@ -14,10 +14,11 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from benchmarks.trace.replay import Clock
 from pdstore.store.base import FRESH_S
@@ -33,6 +34,7 @@ _TOKENS_PER_S = 27_000
 _LOAD_S = 0.03
 _LOADED_PER_S = 100_000
 _ANSWER_TOKENS = 128
+_MOST_BLOCKS = 1024  # of a user
 
 
 @cache
@@ -67,80 +69,50 @@ class Policy:
     knows_queue: bool = False
 
 
-@dataclass(eq=False)
-class Piece:
-    """Blocks of one user's chain that were put or found together; the last of them goes first."""
+class Use(NamedTuple):
+    """The last use of a stored block: when it was, and until when the block is kept."""
 
-    user: int
-    first: int
-    stop: int
-    used_at: float
+    at: float
     kept_until: float
 
 
-class ChainPool:
-    """An LRU list of pieces of chains. free: blocks."""
+class BlockPool:
+    """An LRU list of blocks. room: blocks."""
 
-    def __init__(self, free: int, clock: Clock) -> None:
-        self.free, self._clock = free, clock
-        self._pieces: dict[Piece, None] = {}  # in the order of their uses
-        self._chains: dict[int, list[Piece]] = {}  # by user, in the order of their blocks
+    def __init__(self, room: int, clock: Clock) -> None:
+        self._room, self._clock = room, clock
+        self._uses: dict[int, Use] = {}  # in their order
 
-    def end_of_stored(self, user: int, first: int = 0) -> int:
-        """Returns up to which block a chain is stored from the block `first` on."""
-        for piece in self._chains.get(user, []):
-            if piece.first <= first < piece.stop:
-                first = piece.stop
-        return first
+    def num_stored(self, blocks: Sequence[int]) -> int:
+        """Returns how many of the first blocks are stored."""
+        return next((i for i, b in enumerate(blocks) if b not in self._uses), len(blocks))
 
-    def use(self, user: int, stop: int, kept_until: float) -> None:
-        """Counts a use of a chain's stored blocks up to `stop`, and keeps them."""
-        for piece in [p for p in self._chains.get(user, []) if p.stop <= stop]:
-            self._shorten(piece, piece.stop - piece.first)
-        self._add(Piece(user, 0, stop, self._clock(), kept_until))
+    def use(self, blocks: Sequence[int], kept_until: float) -> None:
+        """Counts a use of blocks; the last of them goes first."""
+        for block in reversed(blocks):
+            self._uses.pop(block, None)
+            self._uses[block] = Use(self._clock(), kept_until)
 
-    def keep(self, user: int, kept_until: float) -> None:
-        """Changes until when the stored blocks of a chain are kept."""
-        for piece in self._chains.get(user, []):
-            piece.kept_until = kept_until
+    def keep(self, blocks: Sequence[int], kept_until: float) -> None:
+        """Changes until when those of the blocks that are stored are kept."""
+        for block in self._uses.keys() & blocks:
+            self._uses[block] = self._uses[block]._replace(kept_until=kept_until)
 
-    def gaps(self, user: int, first: int, stop: int) -> list[tuple[int, int]]:
-        """Returns which blocks of a part of a chain are not stored."""
-        gaps = []
-        for piece in self._chains.get(user, []):
-            if first < min(piece.first, stop):
-                gaps.append((first, min(piece.first, stop)))
-            first = max(first, piece.stop)
-        return [*gaps, (first, stop)] if first < stop else gaps
+    def in_the_way(self, blocks: Sequence[int]) -> dict[int, Use]:
+        """Returns what may go, the oldest first, to make room for what is missing of the blocks."""
+        missing = len(self._missing(blocks)) + len(self._uses) - self._room
+        may_go = (each for each in self._uses.items() if each[1].kept_until < self._clock())
+        return dict(islice(may_go, max(0, missing)))
 
-    def oldest(self) -> Piece | None:
-        """Returns what goes next; None if everything is kept."""
-        now = self._clock()
-        return next((piece for piece in self._pieces if piece.kept_until < now), None)
-
-    def put(self, user: int, first: int, stop: int) -> None:
+    def put(self, blocks: Sequence[int]) -> None:
         """Stores what is missing of a part of a chain, as far as others may go for it."""
-        now = self._clock()
-        for begin, end in self.gaps(user, first, stop):
-            while self.free < end - begin and (oldest := self.oldest()) is not None:
-                self._shorten(oldest, end - begin - self.free)
-            self._add(Piece(user, begin, min(end, begin + self.free), now, now + FRESH_S))
+        missing = self._missing(blocks)
+        for block in self.in_the_way(blocks):
+            del self._uses[block]
+        self.use(missing[: self._room - len(self._uses)], self._clock() + FRESH_S)
 
-    def _add(self, piece: Piece) -> None:
-        if piece.first < piece.stop:
-            self.free -= piece.stop - piece.first
-            self._pieces[piece] = None
-            chain = self._chains.setdefault(piece.user, [])
-            chain.append(piece)
-            chain.sort(key=lambda piece: piece.first)
-
-    def _shorten(self, piece: Piece, num_blocks: int) -> None:
-        count = min(num_blocks, piece.stop - piece.first)
-        self.free += count
-        piece.stop -= count
-        if piece.first == piece.stop:
-            del self._pieces[piece]
-            self._chains[piece.user].remove(piece)
+    def _missing(self, blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in self._uses]
 
 
 class User:
@@ -166,6 +138,11 @@ class User:
     def think_s(self) -> float:
         return self._chance.uniform(0.5, 3)
 
+    def blocks(self, first: int = 0, stop: int = _MOST_BLOCKS) -> range:
+        """Returns a part of the chain of blocks that all questions of this user extend."""
+        start = self.number * _MOST_BLOCKS
+        return range(start + first, start + stop)
+
 
 @dataclass(eq=False)
 class Request:
@@ -188,7 +165,7 @@ class ClosedLoop:
         self.clock = Clock()
         self.counts: Counter[str] = Counter()
         self._crowd, self._policy, self._seed = crowd, policy, seed
-        self._pool = ChainPool(room // BLOCK_TOKENS, self.clock)
+        self._pool = BlockPool(room // BLOCK_TOKENS, self.clock)
         self._admission = policy.admission and policy.admission(self.clock)
         self._num_users = 0
         self._num_due = crowd.num_users
@@ -223,18 +200,18 @@ class ClosedLoop:
         self._queue.append(request)
 
     def _look(self, request: Request, lease_s: float) -> None:
-        user, num_blocks = request.user.number, (request.num_tokens - 1) // BLOCK_TOKENS
-        request.num_found = min(num_blocks, self._pool.end_of_stored(user))
-        self._pool.use(user, request.num_found, self.clock() + lease_s)
+        blocks = request.user.blocks(0, (request.num_tokens - 1) // BLOCK_TOKENS)
+        request.num_found = self._pool.num_stored(blocks)
+        self._pool.use(blocks[: request.num_found], self.clock() + lease_s)
 
     def _start(self, request: Request) -> None:
         if self._policy.knows_queue:
             self._look(request, FRESH_S)
-        self._pool.keep(request.user.number, self.clock() + FRESH_S)  # as a read leaves it
+        self._pool.keep(request.user.blocks(), self.clock() + FRESH_S)  # as a read leaves it
         if request.num_found:
             self._note("found", request, 0, request.num_found)
-            there = self._pool.end_of_stored(request.user.number)
-            request.num_found = request.num_saved = min(request.num_found, there)
+            there = self._pool.num_stored(request.user.blocks(0, request.num_found))
+            request.num_found = request.num_saved = there
             request.num_computed = request.num_found * BLOCK_TOKENS
             request.ready_at = self.clock() + _LOAD_S + request.num_computed / _LOADED_PER_S
         self.counts["asked"] += request.num_tokens
@@ -285,31 +262,31 @@ class ClosedLoop:
 
     def _save(self, request: Request, stop: int) -> None:
         """Saves what was computed, up to the block `stop`, as `SaveWork` does it."""
-        user, first = request.user.number, request.num_saved
+        user, first = request.user, request.num_saved
         if stop <= first:
             return
         is_first = first == request.num_found
         request.num_saved = stop
-        first = min(stop, self._pool.end_of_stored(user, first))
+        first += self._pool.num_stored(user.blocks(first, stop))
         self._note("found", request, 0 if is_first else first, first)
         self._note("saved", request, first, stop)
         self.counts["saves"] += 1
-        missing = sum(end - begin for begin, end in self._pool.gaps(user, first, stop))
-        oldest = self._pool.oldest() if missing > self._pool.free else None
+        blocks = user.blocks(first, stop)
+        oldest = next(iter(self._pool.in_the_way(blocks).values()), None)
         if self._admission is not None and oldest is not None:
-            is_hole = not is_first and self._pool.end_of_stored(user, first - 1) < first
-            if not self._admission.admits(self.clock() - oldest.used_at) or is_hole:
+            is_hole = not is_first and not self._pool.num_stored(user.blocks(first - 1, first))
+            if not self._admission.admits(self.clock() - oldest.at) or is_hole:
                 self.counts["refused"] += 1
                 return
-        self._pool.put(user, first, stop)
+        self._pool.put(blocks)
         ends_prompt = stop == request.num_tokens // BLOCK_TOKENS
         if self._policy.knows_queue and ends_prompt and not is_first:
-            self._pool.use(user, self._pool.end_of_stored(user), self.clock() + FRESH_S)
+            there = self._pool.num_stored(user.blocks())
+            self._pool.use(user.blocks(0, there), self.clock() + FRESH_S)
 
     def _note(self, call: str, request: Request, first: int, stop: int) -> None:
         """Tells the admission of a use of blocks: `found` or `saved`."""
         if self._admission is not None:
-            start = request.user.number << 10
             waited = [self.clock() - request.asked_at] if self._policy.knows_queue else []
-            names = [name_of(start + i) for i in range(first, stop)]
+            names = [name_of(block) for block in request.user.blocks(first, stop)]
             getattr(self._admission, call)(names, *waited)
