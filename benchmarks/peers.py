@@ -46,33 +46,26 @@ def peer_of(name: str, role: Role) -> Peer:
     return Peer(transfer | {"kv_connector_extra_config": extra}, environment)
 
 
-def lmcache_server(gib: str) -> list[str]:
+def _lmcache_server(gib: str) -> list[str]:
     """Returns the command of LMCache's server, which takes all its memory at the start."""
     port, http, prometheus = map(str, LMCACHE_PORTS)
     server = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1"]
     server += ["--port", port, "--l1-size-gb", gib, "--eviction-policy", "LRU"]
     server += ["--no-l1-use-lazy", "--supported-transfer-mode", "lmcache_driven"]
-    return [
-        *server,
-        "--http-host",
-        "127.0.0.1",
-        "--http-port",
-        http,
-        "--prometheus-port",
-        prometheus,
-    ]
+    server += ["--http-host", "127.0.0.1", "--http-port", http]
+    return [*server, "--prometheus-port", prometheus]
 
 
-def start_service(name: str, gib: str, processes: Processes) -> None:
+def start_service(name: str, gib: str, processes: Processes, within_s: float = _START_S) -> None:
     """Starts what a peer needs beside its engines, if anything. Raises DemoError."""
     if name == "lmcache":
         environment = {**os.environ, **peer_of(name, "kv_producer").environment}
-        is_ready = partial(listens, LMCACHE_PORTS[0])
-        processes.start("handoff-lmcache", lmcache_server(gib), is_ready, environment)
-        processes.wait_ready(_START_S, lambda text: None)
+        is_ready = partial(_listens, LMCACHE_PORTS[0])
+        processes.start("lmcache-server", _lmcache_server(gib), is_ready, environment)
+        processes.wait_ready(within_s, lambda text: None)
 
 
-def listens(port: int) -> bool:
+def _listens(port: int) -> bool:
     """True if something accepts connections at this port of this host."""
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.load.client import Mode
 from benchmarks.load.workloads import Sizes
-from benchmarks.peers import LMCACHE_PORTS, Role, listens, lmcache_server, peer_of
+from benchmarks.peers import Role, peer_of, start_service
 from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
 from examples.demo.client import is_healthy
 from examples.demo.processes import Processes
@@ -40,14 +40,14 @@ class Instance:
 class Kind(NamedTuple):
     """The servers of one kind, and the way to ask them.
 
-    service: the command of a server beside the engines, and the port where it listens.
+    service: the peer of pdstore that needs a server beside the engines; "": none does.
     router: options of a router in front of the engines, which is asked then; None: there is none.
     gpu: tokens of the engine's own cache, where it is not the workload's.
     """
 
     instances: Sequence[Instance]
     mode: Mode = "alone"
-    service: tuple[Sequence[str], int] | None = None
+    service: str = ""
     gpu: int | None = None
     router: Sequence[str] | None = None
 
@@ -69,13 +69,14 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         return Instance((), environment | dict(settings) | more)
 
     pair = [instance(arena, "prefill"), instance(arena, "decode")]
+    lmcache = _peer("lmcache", "kv_producer")
     return {
         "plain": Kind([Instance()]),
         "ceiling": Kind([Instance()], gpu=_CEILING_TOKENS),
         "native": Kind([Instance(["--kv-offloading-size", gib])]),
         "simple": Kind([_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=num_bytes)]),
-        "lmcache": _lmcache(gib),
-        "lmcache_pd": _lmcache(gib, 2)._replace(mode="relayed"),
+        "lmcache": Kind([lmcache], service="lmcache"),
+        "lmcache_pd": Kind([lmcache] * 2, "relayed", service="lmcache"),
         "shm": Kind([instance(arena)]),
         "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
@@ -96,12 +97,6 @@ def _connector(name: str, role: str = "kv_both", **extra: object) -> Instance:
 def _peer(name: str, role: Role) -> Instance:
     transfer, environment = peer_of(name, role)
     return Instance(["--kv-transfer-config", json.dumps(transfer)], environment)
-
-
-def _lmcache(gib: str, instances: int = 1) -> Kind:
-    """LMCache's server as a process of its own."""
-    engine = _peer("lmcache", "kv_producer")
-    return Kind([engine] * instances, service=(lmcache_server(gib), LMCACHE_PORTS[0]))
 
 
 class Fleet:
@@ -131,11 +126,7 @@ class Fleet:
         """Returns the URLs of the engines, which do not answer yet. Raises DemoError."""
         self._make_model()
         environment = self._environment(tree)
-        if kind.service is not None:
-            command, port = kind.service
-            is_ready = partial(listens, port)
-            self._processes.start(f"load-{name}-service", command, is_ready, environment)
-            self._processes.wait_ready(within_s, lambda text: None)
+        start_service(kind.service, f"{self._sizes.pool_gib:g}", self._processes, within_s)
         tokens = kind.gpu or self._sizes.gpu
         ports = free_ports(len(kind.instances))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -175,8 +166,6 @@ class Fleet:
             **ENVIRONMENT,
             **(CPU_ENVIRONMENT if self._is_cpu else {}),
             "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing,
-            "LMCACHE_TRACK_USAGE": "false",
-            "PYTHONHASHSEED": "0",
             "PYTHONSAFEPATH": "1",  # not this checkout before `tree`
             "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
         }
