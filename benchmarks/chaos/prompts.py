@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.checkpoint import write_tokenizer
 
 VOCABULARY = 300
 MAX_TOKENS = 4
@@ -32,9 +33,7 @@ def make_checkpoint(directory: Path, head_dim: int = 16) -> None:
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    tokenizer.save_pretrained(directory)
+    write_tokenizer(directory)
 
 
 def make_prompts(seed: int, count: int) -> list[list[int]]:

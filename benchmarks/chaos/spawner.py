@@ -94,8 +94,10 @@ class Spawner:
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None
-        if self._zygote.stdout.readline() != "ready\n":
+        self._orders, self._answers = self._zygote.stdin, self._zygote.stdout
+        if self._answers.readline() != "ready\n":
             raise RuntimeError("the zygote did not start")
 
     def spawn(
@@ -106,8 +108,6 @@ class Spawner:
         clock: tuple[Path, int] | None = None,
     ) -> Child:
         """Starts a process; processes of one name share a log."""
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
         log = self._logs / f"{name}.log"
         order = {
             "argv": list(argv),
@@ -115,15 +115,13 @@ class Spawner:
             "log": str(log),
             "clock": None if clock is None else [str(clock[0]), clock[1]],
         }
-        self._zygote.stdin.write(json.dumps(order) + "\n")
-        self._zygote.stdin.flush()
-        return Child(name, int(self._zygote.stdout.readline()), log)
+        self._orders.write(json.dumps(order) + "\n")
+        self._orders.flush()
+        return Child(name, int(self._answers.readline()), log)
 
     def close(self) -> None:
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
-        self._zygote.stdin.close()
-        self._zygote.stdout.close()
+        self._orders.close()
+        self._answers.close()
         self._zygote.wait(30)
 
 
