@@ -111,18 +111,8 @@ def _measure(report: Report, case: _Case, name: str, rounds: int) -> None:
         ideal = 1 / (1 / raw_rate + 1 / checksum)
         alone_ratio = median(raw) / median(alone) if alone else ""
         percentiles = [p * 1e3 for p in quantiles(ours, n=100)] if len(ours) > 1 else [0.0] * 99
-        report.add(
-            case.name,
-            label,
-            verb,
-            raw_rate,
-            checksum,
-            rate,
-            rate / ideal,
-            alone_ratio,
-            percentiles[49],
-            percentiles[98],
-        )
+        rates = (raw_rate, checksum, rate, rate / ideal, alone_ratio)
+        report.add(case.name, label, verb, *rates, percentiles[49], percentiles[98])
 
 
 def _run(case: _Case, rounds: int) -> _Times:

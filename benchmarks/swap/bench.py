@@ -128,7 +128,7 @@ def _measure_both(report: Report, rig: Rig, rounds: int) -> None:
     """Measures both directions at once, each with half of the blocks."""
     swap, half = rig.serving, rig.n // 2
     out = rig.pack(OUT, half)
-    into = rig.pack_rest(IN, half)
+    into = rig.pack(IN, half, first=half)
     times = []
     for _ in range(rounds):
 

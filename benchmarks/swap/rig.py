@@ -78,13 +78,9 @@ class Rig:
             made.add_host(*span)
         return made
 
-    def pack(self, direction: Direction, n: int) -> Packed:
-        """Returns the copy of the first n blocks."""
-        return self.serving.pack(direction, [self.piece(i) for i in range(n)])
-
-    def pack_rest(self, direction: Direction, first: int) -> Packed:
-        """Returns the copy of the blocks after the first `first`."""
-        return self.serving.pack(direction, [self.piece(i) for i in range(first, self.n)])
+    def pack(self, direction: Direction, n: int, first: int = 0) -> Packed:
+        """Returns the copy of n blocks from one of them on."""
+        return self.serving.pack(direction, [self.piece(i) for i in range(first, first + n)])
 
     def check(self, copy: Callable[[Direction], object]) -> None:
         """Saves into poisoned slots and loads into poisoned blocks; raises on a wrong byte."""
