@@ -87,7 +87,7 @@ class BlockPool:
         """Returns how many of the first blocks are stored."""
         return next((i for i, b in enumerate(blocks) if b not in self._uses), len(blocks))
 
-    def use(self, blocks: Sequence[int], kept_until: float) -> None:
+    def use(self, blocks: Sequence[int], kept_until: float = -math.inf) -> None:
         """Counts a use of blocks; the last of them goes first."""
         for block in reversed(blocks):
             self._uses.pop(block, None)
@@ -104,12 +104,12 @@ class BlockPool:
         may_go = (each for each in self._uses.items() if each[1].kept_until < self._clock())
         return dict(islice(may_go, max(0, missing)))
 
-    def put(self, blocks: Sequence[int]) -> None:
+    def put(self, blocks: Sequence[int], kept_until: float = -math.inf) -> None:
         """Stores what is missing of a part of a chain, as far as others may go for it."""
         missing = self._missing(blocks)
         for block in self.in_the_way(blocks):
             del self._uses[block]
-        self.use(missing[: self._room - len(self._uses)], self._clock() + FRESH_S)
+        self.use(missing[: self._room - len(self._uses)], kept_until)
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         return [block for block in blocks if block not in self._uses]
@@ -278,7 +278,7 @@ class ClosedLoop:
             if not self._admission.admits(self.clock() - oldest.at) or is_hole:
                 self.counts["refused"] += 1
                 return
-        self._pool.put(blocks)
+        self._pool.put(blocks, self.clock() + FRESH_S)
         ends_prompt = stop == request.num_tokens // BLOCK_TOKENS
         if self._policy.knows_queue and ends_prompt and not is_first:
             there = self._pool.num_stored(user.blocks())

@@ -20,14 +20,13 @@ import argparse
 import heapq
 import random
 import runpy
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.command import parser_of, run
 from benchmarks.report import Report
-from benchmarks.trace.closed_loop import LIVE_TOKENS, ClosedLoop, Crowd, Policy, name_of
+from benchmarks.trace.closed_loop import LIVE_TOKENS, BlockPool, ClosedLoop, Crowd, Policy, name_of
 from benchmarks.trace.replay import Clock
 from benchmarks.trace.requests import read_trace
 from pdstore.worker.admission import Admission
@@ -54,57 +53,27 @@ class Asked(NamedTuple):
 PRODUCT = Policy(Admission, knows_queue=True)
 
 
-class ModelPool:
-    """An LRU list of blocks. room: blocks. admission: None: every save may evict."""
-
-    def __init__(self, room: int, admission: Admission | None) -> None:
-        self._room, self._admission = room, admission
-        self._used_at: OrderedDict[int, float] = OrderedDict()
-        self.num_refused = 0
-
-    def find(self, blocks: Sequence[int], now_s: float) -> int:
-        """Returns how many of the first blocks are there, which are used."""
-        found = next((i for i, b in enumerate(blocks) if b not in self._used_at), len(blocks))
-        self._touch(blocks[:found], now_s)
-        return found
-
-    def save(self, blocks: Sequence[int], now_s: float) -> None:
-        """Puts a chain if it is admitted; the oldest blocks go for it."""
-        absent = [block for block in blocks if block not in self._used_at]
-        missing = len(self._used_at) + len(absent) - self._room
-        if absent and missing > 0 and not self._admits(now_s):
-            self.num_refused += 1
-            return
-        for _ in range(min(missing, len(self._used_at))):
-            self._used_at.popitem(last=False)
-        self._touch(blocks[: self._room], now_s)
-
-    def _admits(self, now_s: float) -> bool:
-        oldest_s = now_s - next(iter(self._used_at.values()))
-        return self._admission is None or self._admission.admits(oldest_s)
-
-    def _touch(self, blocks: Sequence[int], now_s: float) -> None:
-        for block in reversed(blocks):
-            self._used_at[block] = now_s
-            self._used_at.move_to_end(block)
-
-
 def percentages(requests: Sequence[Asked], room: int, policy: Policy) -> tuple[float, float]:
     """Returns the percentages of blocks found and of saves refused."""
-    clock, found = Clock(), 0
+    clock, found, refused = Clock(), 0, 0
     admission = policy.admission and policy.admission(clock)
-    pool = ModelPool(room, admission)
+    pool = BlockPool(room, clock)
     for at_s, blocks in requests:
         clock.now_s = at_s
-        num_found = pool.find(blocks, at_s)
+        num_found = pool.num_stored(blocks)
+        found += num_found
+        pool.use(blocks[:num_found])
         if admission is not None:
             names = [name_of(block) for block in blocks]
             admission.found(names[:num_found])
             admission.saved(names[num_found:])
-        pool.save(blocks[num_found:], at_s)
-        found += num_found
+            oldest = next(iter(pool.in_the_way(blocks[num_found:]).values()), None)
+            if oldest is not None and not admission.admits(at_s - oldest.at):
+                refused += 1
+                continue
+        pool.put(blocks[num_found:])
     num_blocks = sum(len(blocks) for _, blocks in requests)
-    return 100 * found / num_blocks, 100 * pool.num_refused / len(requests)
+    return 100 * found / num_blocks, 100 * refused / len(requests)
 
 
 def cycle(
