@@ -1,13 +1,13 @@
 """Measures block copies between a GPU and pinned slots, next to other ways to copy.
 
-    python -m benchmarks.swap.bench [--alone] [--shape NAME] [--json FILE]
+    python -m benchmarks.swap.bench [--json FILE]
 
 Needs a GPU and, for the other ways, nvcc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -48,8 +48,8 @@ _GOALS = {
 _COLUMNS = ["what", "shape", "blocks", "way", "path", "value", "unit", "of contiguous", "goal"]
 
 
-def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Report:
-    """Measures every shape both ways; with `beside`, how far copies slow a running model, too.
+def bench_swap(rounds: int) -> Report:
+    """Measures every shape both ways, and how far copies slow a running model.
 
     Raises ConfigError without a GPU or without the sources of the other ways.
     """
@@ -57,13 +57,11 @@ def bench_swap(rounds: int, *, beside: bool, names: Sequence[str] = ()) -> Repor
     name = torch.cuda.get_device_name()
     report = Report(f"{name}: cache <-> pinned slots, medians of {rounds} in turn", _COLUMNS)
     contiguous = Contiguous(_BYTES)
-    model = Beside(report.add, contiguous) if beside else None
+    model = Beside(report.add, contiguous)
     for shape in SHAPES:
-        if names and shape.name not in names:
-            continue
         rig = Rig(library, shape, _BYTES // shape.block_bytes)
         _measure_shape(report, rig, contiguous, rounds)
-        if model is not None and shape.name in _BESIDE:
+        if shape.name in _BESIDE:
             model.measure(rig, every_path=shape.name == _COMPARED[0])
         rig.close()
         del rig
@@ -146,14 +144,8 @@ def _measure_both(report: Report, rig: Rig, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--alone", action="store_true", help="without a model beside the copies")
-    parser.add_argument(
-        "--shape", action="append", default=[], metavar="NAME", help="a shape, again for more"
-    )
-    given = parser.parse_args()
-    beside = not given.alone
-    run(lambda: bench_swap(given.rounds, beside=beside, names=given.shape), given.json)
+    given = parser_of(__doc__).parse_args()
+    run(lambda: bench_swap(given.rounds), given.json)
 
 
 if __name__ == "__main__":

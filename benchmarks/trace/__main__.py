@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="room of each instance")
     parser.add_argument("--lags", type=float, nargs="*", default=[10.0, 60.0], metavar="S")
-    parser.add_argument("--requests", type=int, help="use this many of them")
     given = parser.parse_args()
     run(lambda: measure(given), given.json)
 
@@ -44,7 +43,7 @@ def measure(given: argparse.Namespace) -> Report:
     for lag_s in given.lags:
         fleet = Fleet(clock, n, None, is_shared=True, lag_s=lag_s)
         rows[n, "one pool", "no bound", lag_s] = fleet
-    requests = read_trace(given.file, given.requests)
+    requests = read_trace(given.file)
     count = replay(requests, list(rows.values()), clock)
     report = Report(
         f"{given.file.name}: {count} requests in {clock.now_s / 60:.0f} minutes", COLUMNS

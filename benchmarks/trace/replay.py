@@ -13,7 +13,7 @@ from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import PromptKeys
 from pdstore.format.layout import Layout
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
-from pdstore.settings import Settings, read_settings
+from pdstore.settings import read_settings
 from pdstore.store.base import Slots, Store
 from pdstore.store.memory import MemoryStore
 
@@ -60,8 +60,17 @@ class Fleet:
         self._stores: list[Store] = [
             MemoryStore(budget=room, clock=clock) for _ in range(num_stores)
         ]
-        settings = trace_settings()
-        namespace = trace_layout(settings).namespace(settings, weights="trace")
+        settings = read_settings(
+            store="memory://", block_tokens=TRACE_BLOCK, layer_ranges=1, kv_shards=1
+        )
+        layout = Layout.of(
+            settings,
+            dtype="uint8",
+            layers=[LayerSpec(num_kv_heads=1, head_dim=1)],
+            engine_block_tokens=TRACE_BLOCK,
+            rope="",
+        )
+        namespace = layout.namespace(settings, weights="trace")
         self._instances = [
             PrefixCacheManager(settings, namespace, store=self._stores[i % num_stores])
             for i in range(num_instances)
@@ -113,18 +122,3 @@ def replay(requests: Iterable[TraceRequest], fleets: Sequence[Fleet], clock: Clo
         for fleet in fleets:
             fleet.ask(keys)
     return count
-
-
-def trace_settings() -> Settings:
-    """Returns settings with a trace's block, and nothing that the environment says."""
-    return read_settings(store="memory://", block_tokens=TRACE_BLOCK, layer_ranges=1, kv_shards=1)
-
-
-def trace_layout(settings: Settings) -> Layout:
-    return Layout.of(
-        settings,
-        dtype="uint8",
-        layers=[LayerSpec(num_kv_heads=1, head_dim=1)],
-        engine_block_tokens=TRACE_BLOCK,
-        rope="",
-    )

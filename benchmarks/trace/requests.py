@@ -34,15 +34,13 @@ class TraceRequest(NamedTuple):
         return ids[: self.num_tokens]
 
 
-def read_trace(file: Path, most: int | None = None) -> Iterator[TraceRequest]:
-    """Yields a trace's requests in order of arrival; `most`: not more than so many.
+def read_trace(file: Path) -> Iterator[TraceRequest]:
+    """Yields a trace's requests in order of arrival.
 
     Raises ValueError with the line's number for a line that is no request.
     """
     with file.open() as lines:
-        for number, line in enumerate(lines):
-            if number == most:
-                return
+        for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
                 yield TraceRequest(
@@ -51,5 +49,5 @@ def read_trace(file: Path, most: int | None = None) -> Iterator[TraceRequest]:
                     num_decoded=found["output_length"],
                     blocks=found["hash_ids"],
                 )
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{file}:{number + 1}: no request: {error!r}") from error
+            except (KeyError, TypeError, ValueError) as error:  # noqa: PERF203 - it names the line
+                raise ValueError(f"{file}:{number}: no request: {error!r}") from error
