@@ -12,7 +12,8 @@ from hashlib import sha256
 
 import pytest
 
-from pdstore.engine.request import EngineRequest, JobEnd
+from pdstore.engine.job_end import JobEnd
+from pdstore.engine.request import EngineRequest
 from pdstore.errors import JobResult, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import POOL_ID_KEY

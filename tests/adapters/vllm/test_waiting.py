@@ -6,7 +6,7 @@ import pytest
 
 from pdstore import open_store
 from pdstore.adapters.vllm.messages import StepReport
-from pdstore.engine.record import JobEnd
+from pdstore.engine.job_end import JobEnd
 from pdstore.errors import Direction, Reason
 from tests.adapters.vllm.scheduler_kit import BLOCK, PROMPT, TABLE, found, idle_step, step
 from tests.adapters.vllm.scheduler_kit import scheduler_of as scheduler_of
