@@ -132,8 +132,13 @@ def explain(
         typer.Option(metavar="HEX", help="First digits. Default: the one with most of the prompt."),
     ] = "",
     cache_salt: Annotated[str, typer.Option(metavar="SALT", help="The request's cache_salt.")] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Status page of D: also what its requests lost."),
+    ] = None,
     store: Store = None,
     json: JsonTarget = None,
 ) -> None:
     """Say how much of a prompt the pool has, and why it has no more."""
-    _run("pdstore.cli.explained.explain", json, store, prompt, model, ids, namespace, cache_salt)
+    asked = (prompt, model, ids, namespace, cache_salt, peer or ())
+    _run("pdstore.cli.explained.explain", json, store, *asked)

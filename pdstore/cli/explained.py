@@ -15,6 +15,7 @@ from rich.text import Text
 from pdstore.cli.answer import Answer, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
 from pdstore.cli.output import age
+from pdstore.cli.peers import losses_at
 from pdstore.errors import BadValue, ConfigError, MissingExtra
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
 from pdstore.store.base import Store
@@ -121,6 +122,7 @@ def explain(
     ids: str | None = None,
     namespace: str = "",
     cache_salt: str = "",
+    peers: Sequence[str] = (),
 ) -> Answer:
     """Compares a prompt's keys with the stored values. Status 1 unless the whole prompt is stored.
 
@@ -130,7 +132,9 @@ def explain(
       text, or the path of a file with token ids.
     namespace: first digits of the namespace to look in; empty takes the namespace that has most of
       the prompt.
-    Raises ConfigError for an invalid prompt, and StoreError.
+    peers: URLs of the status pages of instances, whose requests that lost what they had found are
+      told: what is in the pool now need not be what it had when a request was served.
+    Raises ConfigError for an invalid prompt or a URL without such a page, and StoreError.
     """
     token_ids = _ids_of(ids) if ids is not None else _tokens_of(prompt, model)
     with open_pool(url) as pool:
@@ -147,8 +151,10 @@ def explain(
         why = "this pool has no such namespace" if namespace else "this pool is empty"
         num = len(token_ids)
         numbers: Json = {"store": label, "prompt_tokens": num, "found_tokens": 0, "why": why}
-        return Answer(numbers, [f"0 of {num:,} tokens: {why} ({label})"], status=1)
-    return _answer(label, meant, [cover for cover in covers if cover is not meant])
+        nothing = Answer(numbers, [f"0 of {num:,} tokens: {why} ({label})"], status=1)
+        return _with_losses(nothing, peers)
+    answer = _answer(label, meant, [cover for cover in covers if cover is not meant])
+    return _with_losses(answer, peers)
 
 
 def _tokens_of(prompt: str | None, model: str | None) -> list[int]:
@@ -223,6 +229,16 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
             " agree, `pdstore doctor --peer P --peer D` names the fields that differ"
         )
     return Answer(document, shown, status=int(meant.num_tokens < meant.keys.num_tokens))
+
+
+def _with_losses(answer: Answer, peers: Sequence[str]) -> Answer:
+    """Adds what the last requests of these instances have lost."""
+    losses: dict[str, Json] = {peer: [*losses_at(peer)] for peer in peers}
+    if not losses:
+        return answer
+    told = [f"→ {peer}: {each}" for peer in peers for each in cast("list[str]", losses[peer])]
+    document = {**cast("dict[str, Json]", answer.document), "losses": losses}
+    return Answer(document, [*answer.shown, *told], answer.status)
 
 
 def _block(cover: Cover, number: int) -> dict[str, Any]:

@@ -112,6 +112,35 @@ def _status_of(url: str, timeout_s: float) -> Peer | Finding:
         return _silence(url, error)
 
 
+class _Loss(BaseModel):
+    words: str
+
+
+class _Request(BaseModel):
+    request_id: str
+    loss: _Loss | None = None
+
+
+class _Journal(BaseModel):
+    requests: list[_Request]
+
+
+def losses_at(url: str, timeout_s: float = _TIMEOUT_S) -> list[str]:
+    """Returns a sentence for each of an instance's last requests whose load fell short.
+
+    url: of the instance's status page.
+    Raises ConfigError if no such page is there.
+    """
+    address = url.rstrip("/").removesuffix(_PATH) + _PATH
+    try:
+        journal = _Journal.model_validate_json(_get(address, timeout_s))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        message = f"no status page at {url}: {error}; name the instance's PDSTORE_STATUS_PORT"
+        raise ConfigError(message) from error
+    losses = ((request.request_id, request.loss) for request in journal.requests)
+    return [f"request {name}: {loss.words}" for name, loss in losses if loss is not None]
+
+
 def _silence(url: str, error: Exception) -> Finding:
     """Returns why no status was read: a wrong URL, no answer, or an instance without pdstore."""
     if isinstance(error, ConfigError):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 
 from pdstore.cli.explained import cover_of, explain, how_gone
 from pdstore.cli.listing import NamespaceUse
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Reason
 from pdstore.format.keys import Part, PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import Room, StoredValue
+from pdstore.telemetry.request_record import Loss, RequestRecord
 from tests.cli.conftest import PROMPT
+from tests.cli.test_peers import instance
 from tests.support.command import namespace_of, run, run_json, save
 from tests.support.kv import eventually
 
@@ -59,6 +62,24 @@ def test_an_empty_pool_and_other_tokens_are_status_1(filled_file, tmp_path):
     empty = explain(f"file://{tmp_path}/other", ids="7,8,9")
     assert empty.status == 1
     assert empty.document["why"] == "this pool is empty"
+
+
+def test_a_peer_says_what_its_requests_lost_though_all_of_it_is_there_now(filled_file, tmp_path):
+    loss = Loss(9000, 4000, Reason.LOST, 19.7, 10.0)
+    whole = RequestRecord("whole", None, "decode", 1.0, 9000, 9000, 9000, 0, 0, None)
+    records = [whole, replace(whole, request_id="cmpl-7", reason=Reason.LOST, loss=loss)]
+    (tmp_path / "other").mkdir()
+    with instance({"requests": [record.as_json() for record in records]}) as url:
+        answer = explain(filled_file, ids=IDS, peers=[url])
+        empty = explain(f"file://{tmp_path}/other", ids=IDS, peers=[url])
+    said = f"request cmpl-7: {loss.words}"
+    assert (answer.status, answer.document["losses"]) == (0, {url: [said]})
+    assert answer.shown[-1] == empty.shown[-1] == f"→ {url}: {said}"
+
+
+def test_a_peer_without_a_page_is_refused(filled_file):
+    with pytest.raises(ConfigError, match="PDSTORE_STATUS_PORT"):
+        explain(filled_file, ids=IDS, peers=["http://127.0.0.1:9"])
 
 
 @pytest.mark.parametrize(
