@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 25 };
+enum { PDS_ABI = 26 };
 
 enum {
   PDS_OK = 0,

@@ -20,7 +20,7 @@ from pdstore.router.intake import Asked
 
 
 class Exchange:
-    """Prefills a request on P, decodes it on D, and passes D's answer on as it comes: a response.
+    """A response: prefills a request on P, decodes it on D, and passes D's answer on as it comes.
 
     Everything it starts ends with it: when the client leaves, the calls to P and D are cancelled.
 
@@ -84,7 +84,7 @@ class Exchange:
     async def _prefilled(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on P; returns the parameters of its answer, None if D is asked without any.
 
-        D then finds what it can of several prompts, by looking each of them up.
+        If the request has several prompts, there are none, and D looks up each prompt in the pool.
         """
         answer = await self._prefill_answer(asked, params)
         return None if asked.has_several_prompts else params_of(answer)

@@ -234,4 +234,4 @@ class HandoffWatch:
         if not is_followed:
             lookup.finish(found)
         elif found.error is None:
-            lookup.renew(found)
+            lookup.renew_answer(found)

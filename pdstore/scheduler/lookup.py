@@ -86,8 +86,8 @@ class Lookup:
     An engine's request may wait long after the answer. A lookup that is held is renewed meanwhile
     (`pdstore.scheduler.renewal`), until `serve` or `cancel`. Only then it counts, once.
 
-    Any thread may call it, but only one may call `serve`, and `cancel` of a lookup that is held. A
-    signal handler must not, because it takes locks.
+    Any thread may call it. But always the same thread must call `serve`, and `cancel` of a lookup
+    that is held. A signal handler must call nothing of it, because of the locks.
 
     handoff: the hand-off whose markers the lookup waits for; None to match at once.
     follows: True to end when P has begun, False to end when the last `done` of P is stored.
@@ -168,7 +168,7 @@ class Lookup:
             else:
                 self._hold(self)
 
-    def renew(self, found: Match) -> None:
+    def renew_answer(self, found: Match) -> None:
         """Replaces the answer of a lookup that is held; does nothing after it was served."""
         if not self.is_over:
             self._renewed = self._explained(found)

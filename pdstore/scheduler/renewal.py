@@ -115,5 +115,5 @@ class Renewals:
         found = self._find(keys, lookup.because)
         is_partial = before.follow is not None and found.num_tokens < before.num_tokens
         if found.error is None and not is_partial:
-            lookup.renew(found)
+            lookup.renew_answer(found)
         return True

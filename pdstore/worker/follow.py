@@ -26,8 +26,8 @@ _PROBE_TIMEOUT_S = 0.1  # without a new block: then P's id is asked for, and ste
 class _Lane:
     """One layer range of a prompt: which of its blocks are stored, and which the load may read.
 
-    It releases whole shares of blocks, because each step delays the engine. The last layer range is
-    released block by block at its end, because the client waits for it.
+    It releases whole shares of blocks, because each step delays the engine. Only the last blocks of
+    the last layer range are released one by one, because the client waits for them.
 
     after: the next layer range; None for the last one.
     """

@@ -268,7 +268,8 @@ class PDStoreConnectorScheduler:
         self.metrics.miss(Reason.FAULT)
         self._unsettled.discard(error.request_id)
         self._bypassing.add(error.request_id)
-        self._end(known[1])
+        _, state = known
+        self._end(state)
 
     @property
     def is_at_work(self) -> bool:

@@ -30,7 +30,8 @@ _OF_A_REPLICA = (ReadOnlyError, MasterDownError)
 """Errors of a server that was a master when the connection was made, or whose master is away."""
 
 _RENEW_INTERVAL_S = 1.0
-"""Minimum time between two renewals of a pool: the address may lead to a replica for good."""
+"""Connections to a node are made anew at most once in this time: its address may always lead to a
+replica, and then each call would make new ones."""
 
 _ELSEWHERE = (MovedError, AskError, *_OF_A_REPLICA, redis.ConnectionError)
 """Errors after which a command is sent to another node; not a timeout, which took long already."""
