@@ -121,7 +121,7 @@ class EngineRequest:
         self._check("poll")
         if self._lookup is None or not self.may_load:
             return True
-        if not self._is_looking and self._lookup.is_over and self._lookup.found.may_change:
+        if not self._is_looking and self._lookup.may_be_repeated:
             self._lookup = self.cache.look_again(self._lookup)
             self._is_looking = self._may_wait = True
         if not self._is_looking:

@@ -195,6 +195,11 @@ class Lookup:
         return self._is_served or (self._hold is None and self.is_answered)
 
     @property
+    def may_be_repeated(self) -> bool:
+        """True if nobody needs another answer of it, and a later look at the pool may differ."""
+        return self.is_over and self.is_answered and self.found.may_change
+
+    @property
     def is_followed(self) -> bool:
         """True while a request waits with the answer that P still saves its prompt."""
         return not self.is_over and self.is_answered and self.found.follow is not None

@@ -3,6 +3,7 @@
 # Decision: docs/decisions/020-saves-behind-launch.md, docs/decisions/041-admission.md
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from bisect import bisect_left
@@ -87,7 +88,8 @@ class SaveWork(Work[_SaveRange]):
         by_use = self.mover.by_use
         if by_use is not None and self.plan.ends_prompt and not self._is_first:
             # else the blocks of an earlier save would go before those of this one, which need them
-            with turn.in_store_call():
+            # all is stored already: an error costs the values a later place, and not the save
+            with contextlib.suppress(StoreError), turn.in_store_call():
                 by_use.use(self.prompt.keys.store_keys(self.prompt.layout.owned_parts))
         return None
 

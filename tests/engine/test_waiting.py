@@ -195,6 +195,18 @@ def test_a_preempted_request_looks_again(num_renewed, instance, tiny):
     assert sample(a, "tokens_total", verb="requested") == 300, "it counts once"
 
 
+def test_a_preempted_request_that_goes_on_before_the_answer_may_ask_again(instance, tiny):
+    a = instance(over=tiny)
+    save(a, PROMPT)
+    preempted = looked_up(request_of(a))
+    preempted.begin_step(0, 300)
+    tiny.hangs.add(first_key_of(preempted))
+    assert not preempted.poll()
+    preempted.begin_step(299, 300)
+    assert preempted.poll()
+    preempted.end()
+
+
 def test_a_renewal_that_hangs_costs_no_other_request_its_answer(instance, tiny):
     a = instance(over=tiny)
     for tokens in (PROMPT, others(1)):

@@ -315,8 +315,8 @@ def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: 
 def _is_old_indexer(spec: Any) -> bool:
     """Returns True for an indexer's cache as vLLM 0.26 describes it.
 
-    There an indexer is an MLA layer of bytes that names neither a cache dtype nor a quantization. An
-    MLA layer with fp8 names both. Later versions of vLLM name an indexer's role.
+    There an indexer is an MLA layer of bytes that names neither a cache dtype nor a quantization.
+    An MLA layer with fp8 names both. Later versions of vLLM name an indexer's role.
     """
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
