@@ -53,7 +53,7 @@ def test_a_load_that_falls_short_is_a_warning_with_what_to_look_at(open_one, sai
 
     monkeypatch.setattr(d.adapter.pool, "begin_load", lose_then_load)
     ask(d, prompt, kv_transfer_params=params).wait()
-    assert said(r"a load fell short \(lost\).*Look at the pool's size")
+    assert said(r"a load fell short \(lost\).*Look at the line of the request")
 
 
 @pytest.mark.misconfiguration("the switch is off on D")
