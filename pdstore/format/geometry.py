@@ -82,7 +82,7 @@ class PartGeometry:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What lies where on one rank: in its paged cache, and in the payloads of a pool's block.
+    """Places of KV on one rank: in its paged cache, and in the payloads of a pool's block.
 
     block_tokens: the number of tokens in a block of the pool, a multiple of each table's entry.
     tables: for each block table, the number of tokens of its entries: they are engine blocks.

@@ -47,7 +47,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Identity:
-    """What the bytes of a stored block are, whichever instance stores it.
+    """Meaning of the bytes of a stored block, whichever instance stores it.
 
     dtype: the name of the cache's element type in torch.
     layers: one LayerSpec per layer of the whole model, in order; equal specs of one layer range

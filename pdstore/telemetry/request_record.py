@@ -32,7 +32,7 @@ class Phase(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What a load was to bring and has not brought, and what is known of the cause.
+    """Tokens that a load promised and did not bring, and what is known of the cause.
 
     num_promised: tokens that the load was to bring, so that the engine relied on them.
     num_lost: those of them that the engine had to compute after all.

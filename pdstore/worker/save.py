@@ -87,8 +87,8 @@ class SaveWork(Work[_SaveRange]):
             return shortfall or Shortfall(Reason.LOST)
         by_use = self.mover.by_use
         if by_use is not None and self.plan.ends_prompt and not self._is_first:
-            # else the blocks of an earlier save would go before those of this one, which need them
-            # all is stored already: an error costs the values a later place, and not the save
+            # Otherwise the blocks of an earlier save would be evicted before those of this one,
+            # which cannot be used without them. An error is no failure: all is stored.
             with contextlib.suppress(StoreError), turn.in_store_call():
                 by_use.use(self.prompt.keys.store_keys(self.prompt.layout.owned_parts))
         return None
