@@ -213,6 +213,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._finish_previous_step()
         super().bind_connector_metadata(connector_metadata)
         self._notice_writes()
+        self._begin_step()
         self._handled = sys.exc_info()[1]
 
     @degrades(lambda: None)
@@ -229,11 +230,18 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self.worker.notice_writes(self._step)
 
     @degrades(lambda: None)
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _begin_step(self) -> None:
         try:
             self.worker.start_loads(self._step)
         finally:
             self.worker.start_saves(self._step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Does nothing: vLLM may call it only when the forward pass has been launched.
+
+        That is too late for saves that copy layers meanwhile, so a step begins when its metadata
+        is bound.
+        """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads are asynchronous."""

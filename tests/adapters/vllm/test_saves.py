@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+from vllm.v1.worker.gpu import kv_connector as gpu_runner
 
 from pdstore import HandoffId
 from pdstore.adapters.vllm import PDStoreConnector
-from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, SaveSpec
+from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.engine.request import EngineRequest
 from pdstore.format.continuation import NO_BLOCK
-from pdstore.format.plan import SavePlan
+from pdstore.format.plan import LoadPlan, SavePlan
 from tests.adapters.vllm.standins import GROUP, BlockPool
 from tests.adapters.vllm.test_walk import Engine
-from tests.support.kv import eventually, settings_of
+from tests.support.kv import Instance, eventually, settings_of
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -124,7 +126,7 @@ IDS = list(range(1, 21))
 def test_every_hook_of_a_running_engine_is_guarded():
     """Hooks that only pass a call on to a guarded one, or cannot fail, need no guard."""
     hooks = """on_new_request get_num_new_matched_tokens update_connector_output request_finished
-        has_pending_push_work has_pending_block_frees reset_cache start_load_kv wait_for_save
+        has_pending_push_work has_pending_block_frees reset_cache _begin_step wait_for_save
         get_block_ids_with_load_errors build_connector_worker_meta
         get_kv_connector_stats shutdown _load save_kv_layer _end_loads"""
     for name in hooks.split():
@@ -137,6 +139,10 @@ def test_sleep_mode_is_not_supported():
 
 @pytest.fixture
 def connector(instance, monkeypatch):
+    return connector_on(instance, monkeypatch)
+
+
+def connector_on(instance, monkeypatch):
     """A worker's connector on the instance's pool, as vLLM's model runner calls it."""
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both"),
@@ -180,13 +186,18 @@ def test_an_interrupt_is_not_a_fault(connector, monkeypatch):
         connector.get_finished(set())
 
 
-def run_step(connector, *saves, error=None, is_left_open=False):
-    """A step of vLLM's runner; behind its first layer the forward raises `error`."""
-    step = SimpleNamespace(
-        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves)),
+def step_with(saves=(), loads=()):
+    """What vLLM's scheduler gives its runner: no load is synchronous."""
+    return SimpleNamespace(
+        kv_connector_metadata=PDStoreConnectorMetadata(saves=list(saves), loads=list(loads)),
         has_sync_kv_loads=False,
         finished_req_ids=set(),
     )
+
+
+def run_step(connector, *saves, error=None, is_left_open=False):
+    """A step of vLLM's runner; behind its first layer the forward raises `error`."""
+    step = step_with(saves)
     forward = runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
     with forward(step, defer_finalize=is_left_open):
         connector.save_kv_layer("a", None, None)
@@ -216,3 +227,51 @@ def test_layers_that_a_failed_forward_has_not_computed_are_not_saved(connector, 
     failed = [handoff.failed(instance.namespace)]
     eventually(lambda: instance.store.match(failed))
     assert not instance.store.match(keys.store_keys(instance.namespace.parts))
+
+
+@pytest.fixture(params=["runner V1", "runner V2"])
+def forward(request, monkeypatch):
+    """A step of either of vLLM's runners; its caller stands for the forward pass."""
+    monkeypatch.setattr(gpu_runner, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(gpu_runner, "get_forward_context", lambda: None)
+    monkeypatch.setattr(gpu_runner, "kv_transfer_state", SimpleNamespace())
+
+    @contextlib.contextmanager
+    def run_v2(step):
+        calls = object.__new__(gpu_runner.ActiveKVConnector)
+        calls.kv_connector = runner.get_kv_transfer_group()
+        calls.set_disabled(False)
+        calls.pre_forward(step)
+        yield
+        calls.finish_forward()
+        calls.post_forward(step.finished_req_ids)
+
+    run_v1 = runner.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output
+    return run_v2 if request.param == "runner V2" else run_v1
+
+
+def test_layers_are_saved_before_their_forward_pass_ends(store, forward, monkeypatch, closed_after):
+    """Both runners start the loads of a step only then."""
+    monkeypatch.setattr("pdstore.store.transfer.Split.early_bytes", 0)  # these ranges are small
+    instance = closed_after(Instance(store, layer_ranges=2))
+    connector = connector_on(instance, monkeypatch)
+    keys = instance.cache.keys(range(200))
+    whole = keys.store_keys(instance.namespace.parts)
+    first = keys.store_keys([part for part in instance.namespace.parts if part.group == 0])
+    with forward(step_with(saves=[SaveSpec(7, "request", SavePlan(keys, 0), [IDS])])):
+        connector.save_kv_layer("a", None, None)
+        connector.save_kv_layer("b", None, None)
+        eventually(lambda: instance.store.match(first) == len(first))
+        assert instance.store.match(whole) < len(whole), "layer c is not computed yet"
+        connector.save_kv_layer("c", None, None)
+    eventually(lambda: instance.store.match(whole) == len(whole))
+
+
+def test_a_load_that_waits_for_earlier_steps_does_not_wait_for_its_own(
+    connector, instance, forward
+):
+    keys = instance.cache.keys(range(200))
+    instance.pool.save(keys, IDS).wait(10)
+    connector.worker.loads_at_once = False
+    with forward(step_with(loads=[LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])])):
+        eventually(lambda: connector.worker.end_loads()[0])
