@@ -19,7 +19,6 @@ PEER_MODES: dict[str, tuple[str, ...]] = {
 """The ways in which a P and a D of a peer hand over. NIXL's P keeps its blocks until D has them."""
 
 _NIXL_PORTS = {"kv_producer": 5600, "kv_consumer": 5650}
-_START_S = 120.0
 
 Role = Literal["kv_producer", "kv_consumer"]
 
@@ -56,13 +55,15 @@ def _lmcache_server(gib: str) -> list[str]:
     return [*server, "--prometheus-port", prometheus]
 
 
-def start_service(name: str, gib: str, processes: Processes, within_s: float = _START_S) -> None:
-    """Starts what a peer needs beside its engines, if anything. Raises DemoError."""
+def start_service(name: str, gib: str, processes: Processes) -> None:
+    """Starts what a peer needs beside its engines, if anything; they may start before it is ready.
+
+    LMCache's server takes as long as an engine, which waits for it.
+    """
     if name == "lmcache":
         environment = {**os.environ, **peer_of(name, "kv_producer").environment}
         is_ready = partial(_listens, LMCACHE_PORTS[0])
         processes.start("lmcache-server", _lmcache_server(gib), is_ready, environment)
-        processes.wait_ready(within_s, lambda text: None)
 
 
 def _listens(port: int) -> bool:

@@ -52,6 +52,7 @@ LARGE: dict[str, Any] = {
     **{"stores": ["file", "shm"], "tokens": [1024, 2048, 8192, 32768, 65536], "rounds": 5},
     **{"layers": 32, "hidden": 4096, "chunk": 8192, "burst_tokens": 8192, "pool_size": "32GiB"},
 }
+_SERVICE_S = 120.0
 
 
 def main() -> None:
@@ -180,6 +181,7 @@ def open_stores(given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, 
             label, has_url, url = name.partition("=")
             if name in PEER_MODES:
                 start_service(name, given.pool_size.removesuffix("GiB"), processes)
+                processes.wait_ready(_SERVICE_S, lambda text: None)
                 urls[name] = name
             elif has_url:
                 urls[label] = url

@@ -5,10 +5,10 @@
 
 Each kind is started alone, warmed up, and measured in windows; the order of the kinds is drawn.
 Several workloads, or --rates, follow one another on the same servers.
+With --anew each window has new servers and an empty pool, and the kinds take turns.
 With --beside all kinds are started at once, where the GPU and the host have the memory, and their
-windows take turns, so that a slow minute of the machine meets them all. With --apart all kinds are
-loaded at the same time, each on its share of --gpus and of the CPUs. Rows are comparable within one
-run. `shm@TREE` is a kind of pdstore from another checkout, which --trees names;
+windows take turns, so that a slow minute of the machine meets them all. Rows are comparable within
+one run. `shm@TREE` is a kind of pdstore from another checkout, which --trees names;
 `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
@@ -21,14 +21,14 @@ offloads, `lmcache` its server; `shm`, `shm_prompts` (no answers saved), `shm_au
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
-from benchmarks.load.measure import measure, measure_apart, sizes_of
-from benchmarks.load.workloads import WORKLOADS, Sizes
+from benchmarks.load.measure import measure, sizes_of
+from benchmarks.load.workloads import WORKLOADS, Sizes, turns
 from examples.demo.processes import stop_on_signals
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         print(f"skipped without a trace, which --trace FILE names: {', '.join(replayed)}")
         return
     _refuse_wrong(given)
-    run(lambda: measure_apart(given) if given.apart else measure(given), given.json)
+    run(lambda: measure(given), given.json)
 
 
 def _refuse_wrong(given: argparse.Namespace) -> None:
@@ -54,15 +54,19 @@ def _refuse_wrong(given: argparse.Namespace) -> None:
             sys.exit(f"{what}: no such kind; there are {', '.join(known)}")
         if tree and tree not in given.trees:
             sys.exit(f"--kinds {name}: --trees names no {tree}")
-    if len({(each.gpu, each.pool_gib) for each in sizes_of(given).values()}) > 1:
-        sys.exit("--workload: these need other sizes of cache or pool; give --gpu and --pool-gib")
+    _refuse_wrong_sizes(sizes_of(given))
     peers = [name for name in given.kinds if name.startswith(("lmcache", "nixl"))]
-    if (given.apart or given.beside) and len(peers) != len({name[:4] for name in peers}):
+    if given.beside and len(peers) != len({name[:4] for name in peers}):
         sys.exit(f"--kinds: {' and '.join(peers)} would use the same ports")
-    gpus = given.gpus or (given.kinds if given.cpu else [])
-    fewest = min(len(os.sched_getaffinity(0)), len(gpus))
-    if given.apart and fewest < len(given.kinds):
-        sys.exit("--apart: each kind needs a CPU, and one of --gpus, to itself")
+
+
+def _refuse_wrong_sizes(sizes: Mapping[str, Sizes]) -> None:
+    if len({(each.gpu, each.pool_gib) for each in sizes.values()}) > 1:
+        sys.exit("--workload: these need other sizes of cache or pool; give --gpu and --pool-gib")
+    for what, each in sizes.items():
+        if WORKLOADS[what].run is turns and each.document > each.room:
+            room = f"{what} has room for {max(0, each.room)} tokens"
+            sys.exit(f"--document: {room} beside --questions {each.turns}")
 
 
 def _parse() -> argparse.Namespace:
@@ -76,11 +80,13 @@ def _parse() -> argparse.Namespace:
     add("--window", type=float, metavar="S", help="default: 60, with --cpu 5")
     add("--warm", type=float, metavar="S", help="before the first window; default: 15, 3")
     add("--beside", action="store_true", help="start all kinds at once; windows take turns")
-    add("--apart", action="store_true", help="all kinds at once, each on GPUs and CPUs of its own")
     add("--again", type=float, metavar="S", default=8.0, help="before a later window of --beside")
+    add("--anew", action="store_true", help="start the servers anew for each window; in turns")
     add("--rates", type=float, nargs="+", help="arrivals a second, of open loops")
     add("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them: of P, of D")
     add("--users", type=int, help="who ask at once")
+    add("--document", type=int, help="tokens that a user brings along, the median")
+    add("--questions", type=int, dest="turns", help="of one user, who then leaves")
     add("--pool-gib", type=float, help="size of the host pool")
     add("--gpu", type=int, help="tokens of KV that fit into the engine's own cache")
     add("--trace", type=Path, metavar="FILE", help="of the Mooncake release")

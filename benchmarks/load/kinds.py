@@ -122,11 +122,11 @@ class Fleet:
         self._processes, self._model, self._sizes = processes, scratch / "model", sizes
         self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
 
-    def start(self, name: str, kind: Kind, tree: Path, within_s: float) -> list[str]:
+    def start(self, name: str, kind: Kind, tree: Path) -> list[str]:
         """Returns the URLs of the engines, which do not answer yet. Raises DemoError."""
         self._make_model()
         environment = self._environment(tree)
-        start_service(kind.service, f"{self._sizes.pool_gib:g}", self._processes, within_s)
+        start_service(kind.service, f"{self._sizes.pool_gib:g}", self._processes)
         tokens = kind.gpu or self._sizes.gpu
         ports = free_ports(len(kind.instances))
         urls = [f"http://127.0.0.1:{port}" for port in ports]

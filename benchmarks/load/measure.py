@@ -6,17 +6,13 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 
@@ -30,43 +26,28 @@ from examples.demo.processes import ROOT, DemoError, Processes
 COLUMNS = ["kind", "workload", "window", "rate", "answers/s", "tokens/s"]
 TIMES = ["first turn p50, s", "p90", "p99", "later turn p50, s", "later p90", "later p99"]
 TIMES += ["between mean, ms", "between p90", "between p99", "beyond P p50, ms", "beyond P p99"]
-COUNTS = ["loaded tokens", "computed tokens", "preempted", "unanswered", "errors"]
-_LOADED = ("vllm:external_prefix_cache_hits_total", "pdstore_tokens_total:loaded")
-_COMPUTED = "vllm:prompt_tokens_by_source_total:local_compute"
-_PREEMPTED = "vllm:num_preemptions_total"
+_COUNTED = {
+    "found tokens": "vllm:external_prefix_cache_hits_total",
+    "promised": "pdstore_tokens_total:promised",
+    "loaded": "pdstore_tokens_total:loaded",
+    "lost": "pdstore_tokens_total:lost",
+    "loads": "pdstore_jobs_total:load:",
+    "loads lost": "pdstore_jobs_total:load:lost",
+    "saves": "pdstore_jobs_total:save:",
+    "not admitted": "pdstore_jobs_total:save:not_admitted",
+    "computed tokens": "vllm:prompt_tokens_by_source_total:local_compute",
+    "preempted": "vllm:num_preemptions_total",
+}
+"""The counters of each column, by how their names begin. An older pdstore lacks some."""
+COUNTS = [*_COUNTED, "unanswered", "errors"]
+OPTIONS = ("users", "turns", "document", "pool_gib", "gpu")
+"""Sizes that the command line may change."""
 _WARM_UP = 3
-T = TypeVar("T")
-
-
-def measure_apart(given: argparse.Namespace) -> Report:
-    """Runs every kind in a process of its own, all at the same time."""
-    report, count = _report_of(given), len(given.kinds)
-    cpus = sorted(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as processes:
-        parts = []
-        for number, kind in enumerate(given.kinds):
-            share = {"kinds": [kind], "gpus": _share(given.gpus, number, count), "json": None}
-            part = argparse.Namespace(**vars(given) | share)
-            parts.append(processes.submit(_measure_on, part, _share(cpus, number, count)))
-        for done in as_completed(parts):
-            report.rows += done.result().rows
-            report.notes += done.result().notes[len(given.workload) :]
-            _write(given, report)
-    return report
-
-
-def _measure_on(given: argparse.Namespace, cpus: list[int]) -> Report:
-    os.sched_setaffinity(0, cpus)
-    return measure(given)
-
-
-def _share(things: list[T], number: int, count: int) -> list[T]:
-    size = len(things) // count
-    return things[number * size : (number + 1) * size]
 
 
 def _report_of(given: argparse.Namespace) -> Report:
-    way = ", in turns" if given.beside else ", all kinds at once" if given.apart else ""
+    way = ", in turns" if given.beside or given.anew else ""
+    way += ", servers started anew for each" if given.anew else ""
     what = f"{', '.join(given.workload)}, {given.engine}, seed {given.seed}"
     notes = [f"{name}: {sizes}" for name, sizes in sizes_of(given).items()]
     title = f"{what}: windows of {given.window:g} s{way}"
@@ -82,20 +63,26 @@ def measure(given: argparse.Namespace) -> Report:
     """Runs every kind that is asked for, one after the other."""
     report, names = _report_of(given), list(given.kinds)
     random.Random(given.order).shuffle(names)
+    groups = [names] if given.beside else [[name] for name in names]
+    numbers = range(given.windows)
+    rounds = [numbers[i : i + 1] for i in numbers] if given.anew else [numbers]
     with tempfile.TemporaryDirectory(dir=given.pool, prefix="load-") as scratch:
-        for together in [names] if given.beside else [[name] for name in names]:
+        for windows, together in itertools.product(rounds, groups):
             try:
-                _measure(given, together, Path(scratch), report)
-            except DemoError as error:
+                _measure(given, together, windows, Path(scratch), report)
+            except (DemoError, httpx.HTTPError) as error:
                 report.notes.append(f"{together}: {error}")
             _write(given, report)
     return report
 
 
-def _measure(given: argparse.Namespace, names: list[str], scratch: Path, report: Report) -> None:
+def _measure(
+    given: argparse.Namespace, names: list[str], windows: range, scratch: Path, report: Report
+) -> None:
     """Starts the servers of some kinds, loads them in turns, and reports a row for each window.
 
-    Every workload and rate has prompts of its own, since the pools keep those of the ones before.
+    Every workload and rate has prompts of its own, since the pools keep those of the ones before;
+    so have the windows of servers that are started anew.
     """
     sizes = sizes_of(given)
     engine = replace(sizes[given.workload[0]], longest=max(each.longest for each in sizes.values()))
@@ -114,15 +101,17 @@ def _measure(given: argparse.Namespace, names: list[str], scratch: Path, report:
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT
             kind = kinds(pool, engine, dict(setting.split("=", 1) for setting in settings))[what]
-            started.append((name, kind, fleet.start(name, kind, root, given.start_seconds)))
+            label = f"{name}-{windows[0] + 1}"
+            started.append((name, kind, fleet.start(label, kind, root)))
         servers = [
             (name, kind.mode, urls, fleet.asked(kind, urls, given.start_seconds))
             for name, kind, urls in started
         ]
         for number, (what, rate) in enumerate(cells):
-            plan = Plan(replace(sizes[what], rate=rate), given.seed + number, given.trace)
+            seed = given.seed + number + windows[0] * len(cells)
+            plan = Plan(replace(sizes[what], rate=rate), seed, given.trace)
             loads = [_Load(*each) for each in servers]
-            asyncio.run(_take_turns(given, what, plan, loads, report))
+            asyncio.run(_take_turns(given, what, plan, loads, windows, report))
             processes.check()
 
 
@@ -149,11 +138,11 @@ class _Load:
         after = [counters(url) for url in self.urls]
         pairs = list(zip(before, after, strict=True))
 
-        def more(*names: str) -> int:
-            counts = (sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs) for n in names)
-            return int(max(counts))
+        def more(begin: str) -> int:
+            names = {n for _, new in pairs for n in new if n.startswith(begin)}
+            return int(sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs for n in names))
 
-        counts = [more(*_LOADED), more(_COMPUTED), more(_PREEMPTED)]
+        counts = [more(each) for each in _COUNTED.values()]
         ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < seconds]
         times = [time - begin for answer in self.client.begun for time in answer.times]
         tokens = sum(0 <= time < seconds for time in times)
@@ -168,7 +157,12 @@ class _Load:
 
 
 async def _take_turns(
-    given: argparse.Namespace, what: str, plan: Plan, loads: list[_Load], report: Report
+    given: argparse.Namespace,
+    what: str,
+    plan: Plan,
+    loads: list[_Load],
+    windows: range,
+    report: Report,
 ) -> None:
     """Gives each kind its windows, in turns; adds each to the report when it ends."""
     # Shorter than the servers' own 5 s: a request must not meet the end of its connection.
@@ -181,9 +175,9 @@ async def _take_turns(
                 await client.ask(plan.tokens(plan.sizes.document, "warm-up", number), 4)
         run = WORKLOADS[what].run
         running = [asyncio.create_task(run(load.begin(http), plan)) for load in loads]
-        for number, load in itertools.product(range(given.windows), loads):
+        for number, load in itertools.product(windows, loads):
             again_s = given.again if given.beside else 0.0
-            warm_s = again_s if number else given.warm
+            warm_s = given.warm if number == windows[0] else again_s
             own = await load.window(warm_s, given.window)
             row = [load.name, what, number + 1, plan.sizes.rate, *own]
             report.add(*row)
@@ -224,8 +218,8 @@ def _quantiles(values: list[float], *shares: float) -> list[Cell]:
 
 def sizes_of(given: argparse.Namespace) -> dict[str, Sizes]:
     """Returns the sizes of each workload that is asked for, by its name."""
-    changes = {"users": given.users, "pool_gib": given.pool_gib, "gpu": given.gpu}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    options = {name: getattr(given, name) for name in OPTIONS}
+    changes = {name: value for name, value in options.items() if value is not None}
     sizes = {what: WORKLOADS[what].sizes for what in given.workload}
     if given.cpu:
         sizes = {what: each.shrunk() for what, each in sizes.items()}

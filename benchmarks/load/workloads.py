@@ -40,6 +40,11 @@ class Sizes:
     rate: float = 1.8
     vocabulary: int = 128_256
 
+    @property
+    def room(self) -> int:
+        """The tokens that a document may have, if all questions are to fit behind it."""
+        return self.longest - self.system - self.turns * (self.question[1] + self.answer)
+
     def shrunk(self) -> Sizes:
         """Returns the form for a tiny model on a CPU: a sixteenth of the lengths."""
         low, high = self.question
@@ -82,7 +87,10 @@ Run = Callable[[Client, Plan], Coroutine[Any, Any, None]]
 
 
 async def turns(client: Client, plan: Plan) -> None:
-    """Users in a closed loop: each brings a document and asks several questions about it."""
+    """Users in a closed loop: each brings a document and asks several questions about it.
+
+    Then that user leaves, and another one comes.
+    """
     sizes, serial = plan.sizes, iter(range(1 << 30))
     system = plan.tokens(sizes.system, "system")
 
@@ -91,9 +99,8 @@ async def turns(client: Client, plan: Plan) -> None:
         while True:
             name = next(serial)
             draw = random.Random(repr((plan.seed, name)))
-            most = sizes.longest - sizes.turns * (sizes.question[1] + sizes.answer) - sizes.system
             length = int(draw.lognormvariate(math.log(sizes.document), 0.5))
-            history = system + plan.tokens(min(length, most), name)
+            history = system + plan.tokens(min(length, sizes.room), name)
             for turn in range(sizes.turns):
                 history += plan.tokens(draw.randint(*sizes.question), name, turn)
                 history += await client.ask(history, sizes.answer, turn)
@@ -207,10 +214,12 @@ class Workload(NamedTuple):
 
 
 _AGENT = Sizes(turns=8, document=2000, answer=20, longest=13_000, rate=3.0)
+_LEAVE = Sizes(users=48, turns=4, document=12_000, pool_gib=48.0)  # half their KV
 _RELOAD = Sizes(document=8192, answer=4, longest=8400, gpu=9600, pool_gib=8.0)
 WORKLOADS = {
     "turns": Workload(turns, Sizes()),
     "tight": Workload(turns, Sizes(users=64)),
+    "leave": Workload(turns, _LEAVE),
     "fits": Workload(turns, Sizes(gpu=600_000)),
     "unique": Workload(turns, Sizes(turns=1, system=0, question=(0, 0))),
     "agent": Workload(agent, _AGENT, is_open=True),

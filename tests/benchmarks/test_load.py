@@ -74,6 +74,13 @@ def test_a_turn_asks_with_all_that_was_said_before():
     assert len(before) == 1
 
 
+def test_users_leave_after_their_questions_and_others_bring_other_documents():
+    sizes, asked = asked_by("leave")
+    first = [prompt[sizes.system :] for turn, prompt in asked if turn == 0]
+    assert len(set(first)) == len(first) > sizes.users
+    assert {turn for turn, _ in asked} == set(range(4))
+
+
 def test_nothing_is_shared_where_it_says_so():
     _, asked = asked_by("unique")
     assert len({prompt[:16] for _, prompt in asked}) == len(asked)
@@ -92,8 +99,8 @@ def test_prompts_share_what_a_traces_ids_say(trace):
         (["--cpu", "--engine", "vllm", "--kinds", "shm@old"], 1, "--trees names no old"),
         (["--cpu", "--kinds", "swift"], 1, "swift: no such kind"),
         (["--cpu", "--workload", "turns", "fits"], 1, "give --gpu and --pool-gib"),
-        (["--apart", "--kinds", "lmcache", "lmcache_pd"], 1, "would use the same ports"),
-        (["--cpu", "--kinds", "shm", "plain", "--apart", "--gpus", "0"], 1, "one of --gpus"),
+        (["--document", "30000", "--workload", "leave"], 1, "room for 28416 tokens"),
+        (["--beside", "--kinds", "lmcache", "lmcache_pd"], 1, "would use the same ports"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(options, status, said):
@@ -101,3 +108,16 @@ def test_what_it_cannot_do_is_one_line(options, status, said):
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, said in done.stdout + done.stderr) == (status, True)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_row_has_what_the_servers_of_its_window_counted(tmp_path):
+    file = tmp_path / "load.json"
+    command = [sys.executable, "-m", "benchmarks.load", "--cpu", "--workload", "leave", "--anew"]
+    command += ["--kinds", "shm", "--windows", "2", "--window", "3", "--warm", "1"]
+    command += ["--users", "2", "--document", "200", "--questions", "3", "--gpu", "2048"]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=120)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["window"] for row in rows] == [1, 2]
+    assert all(row["answers/s"] > 0 and not row["errors"] for row in rows)
+    assert all(row["saves"] and row["loaded"] for row in rows)
