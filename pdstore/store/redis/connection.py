@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import socket
 import time
@@ -43,7 +44,7 @@ from pdstore.errors import (
     WrongLength,
 )
 from pdstore.store.redis.cluster import Address, Cluster, OneServer
-from pdstore.store.redis.remedies import CONNECTION_ERRORS, remedy_of, short
+from pdstore.store.redis.remedies import CONNECTION_ERRORS, ends_connection, remedy_of, short
 from pdstore.store.url import StoreURL
 
 _CONNECT_TIMEOUT_S = 1.0
@@ -136,22 +137,33 @@ def _lasting(url: StoreURL, *, is_tls: bool, is_of_sentinel: bool) -> dict[str, 
     }
 
 
-def _renewing(base: type[Any], idle_s: float) -> type[Any]:
+def _renewing(base: type[Any], idle_s: float = math.inf) -> type[Any]:
     """Returns a class of connections that connect anew after an idle time of over `idle_s`.
 
-    What a middlebox has forgotten would swallow the command, and cost the whole timeout.
+    What a middlebox has forgotten would swallow the command, and cost the whole timeout. They also
+    connect anew after a reply that a server hangs up after: it may do so a moment later, and then
+    the next call would fail, maybe one of another thread.
     """
 
     class Renewing(base):  # type: ignore[misc]
         _taken_at = 0.0
+        _is_ending = False
 
         def connect(self) -> None:
             """Prepares for a call; the pool calls it each time that it lends the connection."""
             now = time.monotonic()
-            if now - self._taken_at > idle_s:
+            if self._is_ending or now - self._taken_at > idle_s:
                 self.disconnect()
+            self._is_ending = False
             self._taken_at = now
             super().connect()
+
+        def read_response(self, *args: object, **options: object) -> object:
+            try:
+                return super().read_response(*args, **options)
+            except ResponseError as error:
+                self._is_ending = self._is_ending or ends_connection(error)
+                raise
 
     return Renewing
 
@@ -165,7 +177,7 @@ def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
     if url.host or not url.path:
         raise ConfigError(f"{url.label}: write {url.scheme}:///path/redis.sock")
-    options |= {"connection_class": redis.UnixDomainSocketConnection, "path": url.path}
+    options |= {"connection_class": _renewing(redis.UnixDomainSocketConnection), "path": url.path}
     database = _database(url, url.options.pop("db", "0"))
     options |= {"db": database}
     return OneServer(lambda: redis.ConnectionPool(**options), options["socket_timeout"] / 2)

@@ -118,6 +118,11 @@ def may_be_about_size(error: object) -> bool:
     return isinstance(error, redis.ResponseError) and bool(_TOO_LARGE.search(words))
 
 
+def ends_connection(error: redis.ResponseError) -> bool:
+    """True if a server, or a proxy, may hang up after this reply."""
+    return "Protocol error" in str(error) or may_be_about_size(error)
+
+
 def refused_value(label: str, key: object, num_bytes: int, num_done: int) -> ValueRefused:
     """Returns the error about a value that ends each connection that moves it."""
     message = f"{label}: the server, or a proxy, refuses a value of {num_bytes:,} bytes: {key}"

@@ -8,6 +8,7 @@ import math
 import select
 import socket
 import socketserver
+import struct
 
 import pytest
 import redis
@@ -151,6 +152,13 @@ PROTECTED = (
 )
 
 
+def commands_in(sent):
+    """Yields the arguments of each command in what a client sends, the command's name first."""
+    while count := sent.readline():
+        sizes = (int(sent.readline()[1:]) for _ in range(int(count[1:])))
+        yield [sent.read(size + 2)[:-2] for size in sizes]
+
+
 @pytest.mark.misconfiguration("redis in protected mode")
 @pytest.mark.misconfiguration("a user of redis may not use a command")
 @pytest.mark.parametrize(
@@ -166,11 +174,8 @@ PROTECTED = (
 def test_the_remedy_follows_the_servers_words(reply, words):
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
-            while count := self.rfile.readline():
-                sizes = (int(self.rfile.readline()[1:]) for _ in range(int(count[1:])))
-                verb, *_ = [self.rfile.read(size + 2) for size in sizes]
-                is_ping = verb == b"PING\r\n"
-                self.wfile.write(b"+PONG\r\n" if is_ping else f"-{reply}\r\n".encode())
+            for verb, *_ in commands_in(self.rfile):
+                self.wfile.write(b"+PONG\r\n" if verb == b"PING" else f"-{reply}\r\n".encode())
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
@@ -303,6 +308,61 @@ def test_the_values_before_and_after_a_refused_one_are_whole(redis_server):
         assert caught.value.num_done == 1
         assert get(store, keys[:1], [1 << 19]) == values[:1]
         assert store.which_stored(keys) == [True, False, False]
+
+
+@contextlib.contextmanager
+def limited_server(limit, *, answers):
+    """Serves an address that resets the connection of a value that is longer than a limit.
+
+    answers: it first says why, and resets the connection only when the next command comes over it.
+    Otherwise its answer is lost: the reset comes before it.
+    """
+    stored = set()
+
+    def reply_to(verb, key=b"", *_):
+        if verb == b"SET":
+            stored.add(key)
+        is_stored = b":%d" % (key in stored)
+        replies = {b"SET": b"+OK", b"PING": b"+PONG", b"EXISTS": is_stored, b"EXPIRE": is_stored}
+        return replies.get(verb, b"-ERR unknown command") + b"\r\n"
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            reset = struct.pack("ii", 1, 0)
+            self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            commands = commands_in(self.rfile)
+            for command in commands:
+                if max(map(len, command)) > limit:
+                    break
+                self.wfile.write(reply_to(*command))
+            else:
+                return
+            if answers:
+                self.wfile.write(b"-ERR Protocol error: invalid bulk length\r\n")
+                next(commands, None)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        server.shutdown_request = server.close_request  # without a FIN before the reset
+        end = start_background(server.serve_forever)
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        end(10.0)
+
+
+@pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
+@pytest.mark.parametrize("answers", [True, False], ids=["after its reply", "before its reply"])
+def test_a_refused_value_is_told_as_such_whenever_the_server_resets(answers):
+    with limited_server(1 << 20, answers=answers) as url:
+        for error in refused_puts(url, 2 << 20):
+            assert isinstance(error, ValueRefused)
+        keys = fresh_keys(3)
+        values = [bytes(1 << 19), bytes(2 << 20), bytes(1 << 19)]
+        with opened(url) as store:
+            with pytest.raises(ValueRefused) as caught:
+                put(store, keys, values)
+            assert caught.value.num_done == 1
+            assert store.which_stored(keys)[:2] == [True, False]
 
 
 @pytest.mark.parametrize("size", [8, 3 << 20])
