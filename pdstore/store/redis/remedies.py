@@ -76,7 +76,10 @@ _ENDED = (
     "see the server's log: it, or a proxy, ended the connection. The URL of one that speaks TLS is"
     " {tls}://"
 )
-_ENDINGS = ("reset by peer", "closed by server", "Broken pipe", "closed the connection")
+_ENDINGS = (
+    *("reset by peer", "closed by server", "Broken pipe", "closed the connection"),
+    "EOF occurred in violation of protocol",  # over TLS
+)
 _TOO_LARGE = re.compile(r"bulk length|request size|maximum allowed size|too (large|big|long)")
 _RAISE = (
     "small values pass: raise the limit of sizes above this one; the server's log names it"

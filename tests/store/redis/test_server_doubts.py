@@ -276,6 +276,22 @@ def test_a_value_over_the_servers_limit_says_nothing_about_the_server(
 
 
 @pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
+@pytest.mark.parametrize(("option", "limit", "size"), LIMITS)
+def test_the_servers_limit_is_told_over_tls_and_a_unix_socket_too(
+    redis_server, tmp_path, option, limit, size
+):
+    cert, key = make_certificate(tmp_path)
+    port = str(free_port())
+    files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-auth-clients", "no"]
+    server = redis_server("--tls-port", port, *map(str, files), "--maxmemory", "1gb")
+    with server.client() as client:
+        client.config_set(option, limit)
+    for url in (f"rediss://127.0.0.1:{port}?ca={cert}", f"redis+unix://{server.socket}"):
+        for error in refused_puts(url, size):
+            assert isinstance(error, ValueRefused)
+
+
+@pytest.mark.misconfiguration("a limit of redis' or a proxy's for sizes, as `proto-max-bulk-len`")
 def test_a_value_that_a_proxy_does_not_let_through_is_told_as_such(redis_server):
     with one_address_of(redis_server("--maxmemory", "1gb").port, most=1 << 20) as url:
         for error in refused_puts(url, 2 << 20):
