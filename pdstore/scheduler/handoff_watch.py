@@ -42,7 +42,6 @@ class Verdict(enum.Enum):
     GONE = "the store has no sign of P or of the hand-off", Reason.HANDOFF_GONE
     LATE = "its deadline has passed", Reason.HANDOFF_LATE
     OTHER_POOL = "P uses another pool", Reason.OTHER_POOL
-    ANSWERED = "its lookup was cancelled, or its deadline passed long ago"
 
     def __init__(self, means: str, reason: Reason | None = None) -> None:
         self.means = means
@@ -89,6 +88,11 @@ class HandoffWait(Waiter):
         # P's answer has just come, so P is alive now
         self._pulse = Pulse(namespace, name.instance, clock=clock)
 
+    @property
+    def is_over(self) -> bool:
+        """True if the lookup has its last answer, or its request was served."""
+        return self.lookup.is_answered and not self.lookup.is_followed
+
     def wanted(self) -> list[BlockKey]:
         """Returns the keys that the store is to be asked for next."""
         signs = [self._failed]
@@ -98,6 +102,8 @@ class HandoffWait(Waiter):
 
     def on_search(self, stored: AbstractSet[BlockKey], asked_at: float) -> float | None:
         """Ends the lookup if there is a verdict; else returns the seconds until the next call."""
+        if self.is_over:
+            return None
         verdict = self._judge(stored, asked_at)
         if verdict is not None:
             self._end(self, verdict)
@@ -121,8 +127,6 @@ class HandoffWait(Waiter):
 
     def _judge(self, stored: AbstractSet[BlockKey], asked_at: float) -> Verdict | None:
         """Returns why the wait is over; None if it goes on."""
-        if self.lookup.is_answered and not self.lookup.is_followed:
-            return Verdict.ANSWERED
         if not self._was_asked:
             self._was_asked = True
             if self._is_elsewhere(self.handoff):

@@ -74,6 +74,11 @@ class Waiter(ABC):
     The watch calls it on the watch's threads, one call at a time, until one call returns None.
     """
 
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """True if it waits no longer; then the next search leaves out its keys."""
+
     @abstractmethod
     def wanted(self) -> Sequence[BlockKey]:
         """Returns the keys to search for next."""
@@ -195,6 +200,8 @@ class KeyWatch:
             self._waiters[waiter] = waiter.wanted(), 0.0
             self._new_waiters.popleft()  # only now: `_listen` finds it here or there at any time
             self._backoff.restart()
+        for waiter in [each for each in self._waiters if each.is_over]:
+            del self._waiters[waiter]
         if not self._waiters:
             self._found = set()
             return None

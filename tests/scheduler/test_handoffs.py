@@ -30,12 +30,12 @@ class Rig:
         )
         self.keys = self.cache.keys(range(10))
 
-    def lookup(self, handoff: HandoffId, *, follows=False, keys=None, **said) -> Lookup:
+    def lookup(self, handoff: HandoffId, *, follows=False, is_held=False, **said) -> Lookup:
         said = {"attempt": handoff.hex, **said}
         if handoff.instance:
             said["instance"] = handoff.instance
         start = self.cache.follow if follows else self.cache.lookup
-        return start(keys or self.keys, {"pdstore": said})
+        return start(self.keys, {"pdstore": said}, is_held=is_held)
 
     def sample(self, name: str, **labels) -> float:
         return self.cache.metrics.registry.get_sample_value(f"pdstore_{name}", labels) or 0.0
@@ -93,6 +93,22 @@ def test_a_lookup_that_follows_ends_when_p_has_started_and_no_other_does(rig, st
     assert waiting.poll() is None
     one.put_done(handoff)
     assert waiting.wait(10).follow is None
+
+
+@pytest.mark.parametrize("store", [Looked, Telling])
+def test_a_hand_off_that_is_followed_is_searched_for_until_its_request_is_served(rig, store):
+    one = rig(store())
+    lookup = one.lookup(HandoffId.new(), follows=True, is_held=True, num_tokens=10)
+    found = lookup.wait(10)
+    assert found.follow is not None
+    before = len(one.store.looks)
+    eventually(lambda: len(one.store.looks) > before + 2)
+    lookup.serve(found)
+    before = len(one.store.looks)
+    for number in range(10):
+        one.put(f"block {number}")
+        time.sleep(0.01)
+    assert len(one.store.looks) <= before + 1, "at most the one that ran already"
 
 
 @pytest.mark.parametrize("store", STORES)

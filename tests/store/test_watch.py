@@ -77,6 +77,8 @@ class KeyByKey(WrapperStore):
 class Waits:
     """Waits for all of some keys, and keeps what it was told."""
 
+    is_over = False
+
     def __init__(self, *keys, interval_s=0.01):
         self.keys, self.interval_s = list(keys), interval_s
         self.told: list[object] = []
