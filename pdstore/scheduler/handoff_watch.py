@@ -239,3 +239,5 @@ class HandoffWatch:
             lookup.finish(found)
         elif found.error is None:
             lookup.renew_answer(found)
+        elif why.reason is not None:  # what the store could not tell is not promised
+            lookup.renew_answer(replace(found, reason=why.reason))

@@ -111,6 +111,21 @@ def test_a_hand_off_that_is_followed_is_searched_for_until_its_request_is_served
     assert len(one.store.looks) <= before + 1, "at most the one that ran already"
 
 
+def test_what_p_has_failed_to_save_is_promised_no_more_though_the_store_gives_no_answer(
+    rig, monkeypatch
+):
+    def fail(keys):
+        raise StoreUnavailable("away")
+
+    one, handoff = rig(), HandoffId.new()
+    lookup = one.lookup(handoff, follows=True, is_held=True, num_tokens=10)
+    assert lookup.wait(10).follow is not None
+    monkeypatch.setattr(one.store, "match", fail)
+    one.put(handoff.failed(NAMESPACE))
+    eventually(lambda: lookup.found.follow is None)
+    assert (lookup.found.num_tokens, lookup.found.reason) == (0, Reason.HANDOFF_FAILED)
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_p_whose_last_save_fell_short_and_shows_no_sign_is_waited_for_30_ms(rig, store):
     one, start = rig(store()), time.monotonic()
