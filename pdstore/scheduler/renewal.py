@@ -19,15 +19,16 @@ MAX_AGE_S = 3.0
 _PART_OF_AGE = 0.75  # an answer is renewed at this part of its age, because its turn may come late
 _MAX_DUTY = 0.25  # the part of the time that renewals may take
 _MAX_IDLE_S = 0.5  # the longest pause after a slow call
-_YIELD_S = 0.01  # so long a renewal waits while lookups without an answer do
+_YIELD_S = 0.01  # after so long a renewal that waits for new lookups looks again
 
 
 class Renewals:
     """Renews the answers of lookups that are held, on a thread of its own.
 
     The thread takes the lookup that arrived first of those that are due, since an engine serves its
-    queue in that order. It makes no call while a new lookup waits. A call that hangs holds up other
-    renewals, and nothing else. If the store fails, the lookup keeps the answer that it has.
+    queue in that order. While a new lookup waits, it renews only answers that are as old as they
+    may get. A call that hangs holds up other renewals, and nothing else. If the store fails, the
+    lookup keeps the answer that it has.
 
     Any thread may call `add`. A lookup that is over is forgotten at the thread's next turn.
 
@@ -83,16 +84,17 @@ class Renewals:
     def _turn(self) -> float | None:
         """Renews one lookup that is due; returns the seconds to the next turn."""
         began = time.monotonic()
+        patience_s = self.interval_s * (1 / _PART_OF_AGE - 1) if self._must_yield() else 0.0
         with self._lock:
             for lookup in [each for each in self._due if each.is_over]:
                 del self._due[lookup]
             if not self._due:
                 return None
             next_at = max(min(self._due.values()), self._idle_until)
-            due = [lookup for lookup, at in self._due.items() if at <= began]
+            due = [lookup for lookup, at in self._due.items() if at <= began - patience_s]
         if next_at > began:
             return next_at - began
-        if self._must_yield():
+        if not due:
             return _YIELD_S
         lookup = min(due, key=lambda each: each.started_at)
         has_run = call_or(partial(self._renew, lookup), False)  # else there is a defect
