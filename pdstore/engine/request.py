@@ -141,14 +141,17 @@ class EngineRequest:
     def find(self, num_present: int, num_tokens: int) -> int:
         """Returns how many leading tokens the engine can have after a load.
 
-        num_present: leading tokens that the engine has now; also the result if no load is worth it.
+        num_present: leading tokens that the engine has now; also the result if no load is worth it,
+          or if the request must fail (`failure`).
         num_tokens: tokens of the prompt; for a preempted request, of the prompt and the answer.
         """
         self._check("find")
         self.num_present = num_present
         if self._lookup is not None and not (self._is_looking or self._lookup.is_over):
             self._take(self._lookup.found)
-        if self.found is None or not self.may_load or num_present >= num_tokens - 1:
+        if self.found is None or not self.may_load or self.failure is not None:
+            return num_present
+        if num_present >= num_tokens - 1:
             return num_present  # the last token is computed anyway
         most = self.keys.namespace.continuation.most_present(num_tokens)
         end = self._num_usable = max(num_present, min(self.found.num_tokens, most))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdstore import EngineRequest, PromptTimes, SavePlan
+from pdstore import EngineRequest, HandoffId, PromptTimes, Reason, SavePlan
 from pdstore.format.plan import Announcement
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
@@ -78,3 +78,15 @@ def test_auto_loads_what_d_follows_whatever_it_costs(instance, load, end):
     eventually(request.poll)
     assert request.found.follow == handoff
     assert request.find(0, len(TOKENS)) == end
+
+
+def test_of_a_request_that_must_fail_nothing_is_decided_and_nothing_loaded(instance):
+    d, handoff, settings = instance(), HandoffId.new(), settings_of(load="auto", on_miss="fail")
+    d.pool.save(d.cache.keys(TOKENS[:128]), range(8)).wait(20)
+    d.pool.abort_handoff(handoff).wait(20)
+    keys, params = d.cache.keys(TOKENS), {"pdstore": {"attempt": handoff.hex}}
+    times = PromptTimes("auto", 64)
+    request = EngineRequest(d.cache, settings, keys, params, prompt_times=times)
+    eventually(request.poll)
+    assert (request.found.num_tokens, request.failure) == (128, Reason.HANDOFF_FAILED)
+    assert (request.find(0, len(TOKENS)), request.decided) == (0, {})
