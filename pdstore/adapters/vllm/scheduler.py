@@ -247,12 +247,15 @@ class PDStoreConnectorScheduler:
         if (known := self._requests.pop(request_id, None)) is None:
             return None
         _, state = known
-        if request.num_output_tokens and state.phase is not RequestPhase.LOOKUP:
-            state.end_prompt()
-            stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last has no KV
-            plan = state.plan_answer_save(stop, request.all_token_ids)
-            self._answers += self.saves.held(request_id, plan, block_ids)
-        if not self._end(state):
+        try:
+            if request.num_output_tokens and state.phase is not RequestPhase.LOOKUP:
+                state.end_prompt()
+                stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last: no KV
+                plan = state.plan_answer_save(stop, request.all_token_ids)
+                self._answers += self.saves.held(request_id, plan, block_ids)
+        finally:  # else what it has found would be renewed for ever
+            has_answer = self._end(state)
+        if not has_answer:
             return None
         decided: dict[str, Json] = {"pdstore_decision": state.decided} if state.decided else {}
         return {**state.answer, **decided} or None

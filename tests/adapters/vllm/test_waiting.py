@@ -104,3 +104,16 @@ def test_a_request_that_was_aborted_in_the_queue_is_renewed_no_more(num_renewed,
         "pdstore_misses_total", {"reason": Reason.ABSENT.value}
     )
     assert misses == 1
+
+
+def test_a_request_whose_end_raises_is_renewed_no_more(num_renewed, scheduler_of, monkeypatch):
+    scheduler = scheduler_of()
+    asked = arrived(scheduler)
+    step(scheduler, asked, 300)
+    asked.num_computed_tokens, asked.num_output_tokens = 0, 1  # it was preempted
+    found(scheduler, asked)
+    eventually(lambda: num_renewed() == 1)
+    monkeypatch.setattr(scheduler.saves, "held", None)
+    with pytest.raises(TypeError):
+        scheduler.finish_request(asked)
+    eventually(lambda: num_renewed() == 0)
