@@ -88,7 +88,7 @@ METRICS: dict[str, Metric] = {
         _counter(
             "tokens",
             "tokens of prompts: looked up, found in the pool, to be loaded by a plan, loaded,"
-            " planned and not loaded, saved (again if lost)",
+            " planned and not loaded, saved (by each rank, and again if lost)",
             verb=("requested", "matched", "promised", "loaded", "lost", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),

@@ -203,6 +203,8 @@ class EngineRequest:
         ends = self._load_ends()
         num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
         num_loaded = max(plan.first_token, num_loaded)
+        num_kept = min(num_loaded, plan.num_tokens) - plan.first_token
+        self.cache.metrics.tokens.labels("loaded").inc(num_kept)
         if self.prompt_times is not None:
             took = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
             self.prompt_times.load_ended(self, num_loaded, max(took, default=0.0))

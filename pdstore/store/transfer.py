@@ -293,9 +293,9 @@ class TransferContext:
     staged: Callable[[TransferContext, Split, Sealer | None], Transfer]
     call: CallHook = _make
 
-    def count_tokens(self, verb: str, num_counted: Sequence[int]) -> None:
-        """Counts the tokens of some values, each block once (`Values.num_counted`)."""
-        self.metrics.tokens.labels(verb).inc(sum(num_counted))
+    def count_saved(self, num_counted: Sequence[int]) -> None:
+        """Counts the tokens of values that were stored, each block once (`Values.num_counted`)."""
+        self.metrics.tokens.labels("saved").inc(sum(num_counted))
 
     def over(self, store: Store) -> TransferContext:
         """Returns the context for a transfer whose `get`, `match` and `remove` go to `store`."""

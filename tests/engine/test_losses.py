@@ -40,8 +40,12 @@ def report(request, num_tokens, reason=None):
 
 
 def load(one, request, plan):
-    request.ends.append(JobEnd.of_job(_done(one.pool.begin_load(plan, TABLE))))
+    load_on(one, request, plan)
     return request.end_load()
+
+
+def load_on(one, request, plan):
+    request.ends.append(JobEnd.of_job(_done(one.pool.begin_load(plan, TABLE))))
 
 
 def _done(job):
@@ -49,16 +53,22 @@ def _done(job):
     return job
 
 
-def counted(one):
-    """Promised tokens, and those that were lost."""
-    sample = one.cache.metrics.registry.get_sample_value
-    return tuple(sample("pdstore_tokens_total", {"verb": verb}) for verb in ("promised", "lost"))
+def counted(*instances):
+    """Promised tokens, those that were loaded, and those that were lost, of both halves of each."""
+    return tuple(
+        sum(
+            half.metrics.registry.get_sample_value("pdstore_tokens_total", {"verb": verb})
+            for one in instances
+            for half in (one.cache, one.pool)
+        )
+        for verb in ("promised", "loaded", "lost")
+    )
 
 
 def test_a_whole_load_keeps_the_promise(one):
     request, plan = planned(one, num_present=BLOCK)
     assert load(one, request, plan) == 300
-    assert (counted(one), request.loss) == ((300 - BLOCK, 0), None)
+    assert (counted(one), request.loss) == ((300 - BLOCK, 300 - BLOCK, 0), None)
     assert record_of(request, "both").as_json()["loss"] is None
 
 
@@ -68,8 +78,20 @@ def test_what_any_rank_lacks_is_lost_and_counts_once(one):
     report(request, 128, Reason.CORRUPT)
     report(request, 192, Reason.CORRUPT)
     request.end_load()
-    assert counted(one) == (236, 172)
+    assert counted(one) == (236, 64, 172)
     assert request.loss.words == "172 of 236 promised tokens were not loaded (corrupt)"
+
+
+def test_what_all_ranks_load_counts_once_as_what_was_promised(instance):
+    """vLLM's /metrics adds up what the scheduler and the workers of all ranks count."""
+    ranks = [instance(kv_shards=2, rank=(number, 2)) for number in range(2)]
+    for one in ranks:
+        one.pool.save(one.cache.keys(PROMPT), TABLE).wait(20)
+    request, plan = planned(ranks[0], num_ranks=2, num_present=BLOCK)
+    for one in ranks:
+        load_on(one, request, plan)
+    assert request.end_load() == 300
+    assert counted(*ranks) == (236, 236, 0)
 
 
 def test_a_load_that_is_given_up_is_lost_whole_and_its_late_end_does_not_count(one):
@@ -77,14 +99,14 @@ def test_a_load_that_is_given_up_is_lost_whole_and_its_late_end_does_not_count(o
     request.give_up(Reason.DEADLINE)
     report(request, 300)
     request.end_load()
-    assert counted(one) == (300, 300)
+    assert counted(one) == (300, 0, 300)
 
 
 def test_what_is_gone_within_the_lease_is_told_with_its_age(one):
     request, plan = planned(one)
     assert one.cache.clear()
     load(one, request, plan)
-    assert counted(one) == (300, 300)
+    assert counted(one) == (300, 0, 300)
     loss = record_of(request, "both").loss
     assert (loss.num_lost, loss.reason, loss.lease_s) == (300, Reason.LOST, LEASE_S)
     assert 0 <= loss.age_s < LEASE_S

@@ -333,6 +333,7 @@ class PagePool:
             done += self._num_pages(job)
             if done < stop:
                 break
+        self._pool.metrics.tokens.labels("loaded").inc(done * self.namespace.block_tokens)
         return done
 
     def save(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:

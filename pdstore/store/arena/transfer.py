@@ -130,7 +130,7 @@ class ArenaTransfer(Transfer):
         while True:
             with turn.copying(), turn.in_store_call():
                 filled = self._context.call("put", keys, fill).answer
-            self._context.count_tokens("saved", [counted[i] for i in filled.indices])
+            self._context.count_saved([counted[i] for i in filled.indices])
             if filled.error is None:
                 return
             if not isinstance(filled.error, StoreTimeout):
@@ -187,7 +187,6 @@ class ArenaTransfer(Transfer):
             there = values[: values.num_whole(min(num_there, num_right))]
             reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
             on_loaded(there, None if len(there) == len(values) else reason)
-            self._context.count_tokens("loaded", there.num_counted)
 
     def _batch(self, move: Move) -> ValueBatch:
         values = move.values

@@ -108,7 +108,6 @@ class StagedTransfer(Transfer):
                 wait = self._copy(Direction.LOAD, move._replace(values=usable), slots)
                 copied = partial(on_loaded, usable, None)
                 turn.finish_copy(partial(_finish, held.pop_all(), wait, copied))
-                self._context.count_tokens("loaded", usable.num_counted)
         return read.shortfall, values[len(window) :]
 
     def _put(self, turn: Turn, values: Values, slots: Slots) -> bool:
@@ -122,7 +121,7 @@ class StagedTransfer(Transfer):
             put = partial(self._call_sealer, "put", self._sealer.put_sealed, values, slots)
         with turn.in_store_call():
             accepted = count_of(put(), keys, context.store)
-            context.count_tokens("saved", values.num_counted[:accepted])
+            context.count_saved(values.num_counted[:accepted])
         return accepted == len(values)
 
     def _seal(self, values: Values, slots: Slots) -> None:
