@@ -142,8 +142,9 @@ class TellsOrigins(Protocol):
 class EvictsByUse(Protocol):
     """A store that evicts the values used longest ago. It tells their age, and evicts when asked.
 
-    `pdstore.worker.save` decides by that age whether a save may evict values. After a prompt's last
-    save it counts a use of the whole prompt, so that no block goes before those behind it.
+    `pdstore.worker.save` decides by that age whether a save may evict values. After a save it
+    counts a use of its blocks, and after a prompt's last save of the whole prompt, so that no block
+    goes before those behind it. A store that lacks one of the calls is asked for none of them.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:

@@ -85,13 +85,23 @@ class SaveWork(Work[_SaveRange]):
         missing = self._first_missing(turn, self.first_block, shortfall)
         if missing is not None:
             return shortfall or Shortfall(Reason.LOST)
-        by_use = self.mover.by_use
-        if by_use is not None and self.plan.ends_prompt and not self._is_first:
-            # Otherwise the blocks of an earlier save would be evicted before those of this one,
-            # which cannot be used without them. An error is no failure: all is stored.
-            with contextlib.suppress(StoreError), turn.in_store_call():
-                by_use.use(self.prompt.keys.store_keys(self.prompt.layout.owned_parts))
+        if not self.plan.is_handed_off:  # the match before `done` counts a use of the whole prompt
+            self._count_use(turn)
         return None
+
+    def _count_use(self, turn: WorkerTurn) -> None:
+        """Counts a use of the saved blocks; after a prompt's last save, of all of its blocks.
+
+        Otherwise a full store would evict the first blocks before the later ones, which cannot be
+        used without them. An error is no failure: all is stored.
+        """
+        by_use = self.mover.by_use
+        if by_use is None:
+            return
+        first_block = 0 if self.plan.ends_prompt else self.first_block
+        keys = self.prompt.keys.store_keys(self.prompt.layout.owned_parts, first_block)
+        with contextlib.suppress(StoreError), turn.in_store_call():
+            by_use.use(keys)
 
     def _move(self, items: Sequence[_SaveRange], turn: WorkerTurn) -> Reason | None:
         first, is_admitted = self._decide(turn)

@@ -13,6 +13,7 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.settings import read_settings
 from pdstore.store import Slots, open_store
+from pdstore.store.base import FRESH_S
 from pdstore.store.guard import GuardedStore
 from pdstore.store.optional import EvictsByUse, FindsKeys
 from pdstore.testing import fresh_keys
@@ -135,9 +136,29 @@ def age_of(store, key):
     return next(value.age_s for value in store.stored_values(key) if value.key == key)
 
 
-@pytest.mark.parametrize(
+SMALL = pytest.mark.parametrize(
     "kind", ["memory://?budget", "file://{}/pool?budget", "shm://room?dir={}&size"]
 )
+
+
+@SMALL
+def test_a_use_begins_no_lease_and_ends_none(kind, tmp_path):
+    size, stored = 64 << 10, []
+    url = f"{kind.format(tmp_path)}={24 * size}{'&slab=64KiB' * kind.startswith('shm')}"
+    with contextlib.closing(open_store(url, SETTINGS)) as store:
+        with contextlib.suppress(StoreFull):
+            for key in fresh_keys(40):
+                put_values(store, [key], [bytes(size)])
+                stored.append(key)
+        assert store.match(stored[:4]) == 4
+        store.optional(EvictsByUse).use(stored)
+        time.sleep(FRESH_S + 0.1)
+        new = fresh_keys(12)
+        assert put_values(store, new, [bytes(size)] * 12) == 12
+        assert store.which_stored([*stored[:4], *new]) == [True] * 16
+
+
+@SMALL
 def test_room_is_made_of_leased_values_that_were_used_longest_ago(kind, tmp_path):
     size, new, stored = 64 << 10, fresh_keys(3), []
     url = f"{kind.format(tmp_path)}={24 * size}{'&slab=64KiB' * kind.startswith('shm')}"

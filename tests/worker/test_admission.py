@@ -202,8 +202,9 @@ def test_a_plan_tells_how_long_its_request_has_waited(instance, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["shm", "file", "memory"])
-def test_no_block_of_a_prompt_goes_before_those_behind_it(kind, tmp_path, instance):
-    """The prompt was saved in two parts, and then others evict some of its blocks."""
+@pytest.mark.parametrize("way", ["in one save", "in two saves", "behind what was loaded"])
+def test_no_block_of_a_prompt_goes_before_those_behind_it(way, kind, tmp_path, instance):
+    """The prompt was saved, and then others evict some of its blocks."""
     size = HEADER_BYTES + BLOCK_BYTES
     urls = {
         "shm": f"shm://order?size={20 * size >> 16 << 16}&slab=64KiB&dir={tmp_path}&lease=0.001",
@@ -212,13 +213,23 @@ def test_no_block_of_a_prompt_goes_before_those_behind_it(kind, tmp_path, instan
     }
     with contextlib.closing(open_store(urls[kind], settings_of())) as store:
         p = instance(over=store)
+        if way == "behind what was loaded":
+            save(p, range(128))
         request = EngineRequest(p.cache, settings_of(), p.cache.keys(range(256)))
         assert request.poll(10.0)
-        for start, stop in ((0, 128), (128, 256)):
+        start = request.find(0, 256)
+        if start:
+            load = p.pool.begin_load(request.plan_load(start, 256), P_BLOCKS)
+            assert load.wait(10).reason is None
+            request.ends.append(JobEnd.of_job(load))
+            request.end_load()
+        stops = (128, 256) if way == "in two saves" else (256,)
+        for stop in stops:
             request.begin_step(start, stop)
             begun = p.pool.begin_save(request.plan_save(start, stop), P_BLOCKS)
             begun.layers_done(3)
             assert begun.job.wait(10) == JobResult(stop)
+            start = stop
             time.sleep(FRESH_S + 0.1)
         keys, stored, others = request.keys.store_keys(p.layout.parts), [True], 0
         while all(stored):

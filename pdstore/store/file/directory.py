@@ -125,6 +125,10 @@ class PoolDirectory:
         if errors and not is_any:
             raise errors[0]
 
+    def lease_ends(self, paths: Sequence[str]) -> list[int]:
+        """Returns the end of each value's last lease in nanoseconds; 0 for a missing value."""
+        return [mtime_ns if size >= 0 else 0 for size, mtime_ns, _ in self._facts(paths)]
+
     def delete_unchanged(self, files: Sequence[StoredFile]) -> list[int]:
         """Deletes values. Returns an errno for each, or 0; EBUSY: leased since the listing."""
         library = self._built()
@@ -202,13 +206,16 @@ class PoolDirectory:
             errors.append(error)
             return
         paths = [f"{folder}/{name}" for name in names]
-        library = self._built()
-        facts = map(_facts_of, paths) if library is None else library.stat_files(paths)
+        facts = self._facts(paths)
         for path, name, (size, mtime_ns, atime_ns) in zip(paths, names, facts, strict=True):
             if size < 0 < mtime_ns:
                 errors.append(OSError(mtime_ns, os.strerror(mtime_ns), path))
             elif size >= 0:
                 yield StoredFile(path, name, size, mtime_ns, atime_ns)
+
+    def _facts(self, paths: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+        library = self._built()
+        return map(_facts_of, paths) if library is None else library.stat_files(paths)
 
     def _check_root(self) -> None:
         root = self.root

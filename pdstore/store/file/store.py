@@ -21,7 +21,7 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import Library, address_of, built_library
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, Slots, Store, log_once
+from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, log_once
 from pdstore.store.file.bell import Bell
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
@@ -257,8 +257,24 @@ class FileStore(Store):
             return self._evictor.clear_room(missing, frozenset(keys))
 
     def use(self, keys: Sequence[BlockKey]) -> None:
-        """Leases them, since one time stamp tells of a use and of a lease's end."""
-        self.match(keys)
+        """Leases again what is leased, since one time stamp tells of a use and of a lease's end.
+
+        What is not leased counts as put now. If another process leases it at this moment, that
+        lease may end after FRESH_S.
+        """
+        paths = self._enter(keys)
+        library = self._built() if len(keys) > 1 else None
+        with named_error(self.label, "cannot stamp its files"):
+            now = self._directory.clock.now_ns()
+        ends = self._directory.lease_ends(paths)
+        fresh_until = now + int(FRESH_S * 1e9)
+        leased = [path for path, end in zip(paths, ends, strict=True) if end > fresh_until]
+        others = [path for path, end in zip(paths, ends, strict=True) if 0 < end <= fresh_until]
+        lease_end = now + int(self._lease_s * 1e9)
+        for part, end in ((leased, lease_end), (others, now - len(leased))):
+            num_done, why = renew_leases(part, now, end, library)
+            if why not in (0, errno.ENOENT):
+                raise error_of(self.label, why, os.path.basename(part[num_done]))
 
     def server_doubts(self) -> Iterator[ServerDoubt]:
         """Yields `doubts`: they need no server."""
