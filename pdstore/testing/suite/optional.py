@@ -127,6 +127,30 @@ class PressureTests:
         assert all(small_store.match([key]) for key in [*there, *new]), "there was room for all"
         assert_stored(small_store, markers, contents(markers, 64))
 
+    def test_after_a_use_the_last_values_go_first(self, small_store: Store) -> None:
+        """For stores that evict when asked (`EvictsByUse`); skipped for other stores."""
+        by_use = small_store.optional(EvictsByUse)
+        if by_use is None or not small_store.lease_s:
+            pytest.skip("this store evicts nothing when asked, or has no leases")
+        keys = _fill_with_leased(small_store)
+        by_use.use(keys)
+        assert by_use.make_room(fresh_keys(4), [SIZE] * 4)
+        num_there = sum(small_store.match([key]) for key in keys)
+        assert len(keys) // 2 < num_there < len(keys)
+        assert small_store.match(keys) == num_there, "one of the first values went, not the last"
+
+    def test_a_store_that_evicts_when_asked_has_all_calls_for_it(self, store: Store) -> None:
+        """`use` came after the others; pdstore finds a protocol only if no call is missing."""
+        names = "oldest_age_s", "make_room", "use"
+        has = [name for name in names if callable(getattr(store, name, None))]
+        if "oldest_age_s" not in has and "make_room" not in has:
+            pytest.skip("this store evicts nothing when asked")
+        missing = [name for name in names if name not in has]
+        assert not missing, (
+            f"the store lacks {missing} of pdstore.store.EvictsByUse, so pdstore makes none of its"
+            " calls: every save may evict, and a hand-off finds no room where all is leased"
+        )
+
     def test_clear_leaves_room(self, small_store: Store) -> None:
         keys = fresh_keys(MOST)
         for key in keys:

@@ -108,6 +108,20 @@ class SaysThatThereIsRoom(SmallWrongStore):
         return sum(sizes) <= (self.room().capacity_bytes or 0)
 
 
+class UsesTheFirstFirst(SmallWrongStore):
+    caught_by = ("test_after_a_use_the_last_values_go_first",)
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        super().use(keys[::-1])
+
+
+class HasNoUse(WrongStore):
+    """Implements `EvictsByUse` as it was before it had `use`."""
+
+    caught_by = ("test_a_store_that_evicts_when_asked_has_all_calls_for_it",)
+    use = None  # type: ignore[assignment]
+
+
 class HangsOnClose(WrongStore):
     caught_by = (
         "test_a_store_that_was_never_used_closes",
