@@ -95,7 +95,13 @@ class Admission:
                 continue
             before = self._samples.pop(name, None)
             kind = is_save
-            if before is not None and asked_at - before[0] <= FRESH_S:  # counts as one use
+            if before is not None and asked_at - before[0] <= FRESH_S:
+                # One use, also if the request came before the last one and has waited since. So
+                # nothing is learnt of a prefix that is used more often than requests wait. That is
+                # no loss: it is never the oldest value, and for that one only hits at its age and
+                # above count. With these uses counted as hits at age 0, closed loops in which users
+                # share a prefix find from 1 % more (all share 2k tokens) to 5 % less (four share
+                # 8k, pool of 1/4): such hits say that any new value is worth more than an old one.
                 kind = before[1]
             elif before is not None:
                 self._end(asked_at, *before, hits=1)
