@@ -280,7 +280,7 @@ class ClosedLoop:
                 return
         self._pool.put(blocks, self.clock() + FRESH_S)
         ends_prompt = stop == request.num_tokens // BLOCK_TOKENS
-        if self._policy.knows_queue and ends_prompt and not is_first:
+        if self._policy.knows_queue and ends_prompt:
             there = self._pool.num_stored(user.blocks())
             self._pool.use(user.blocks(0, there), self.clock() + FRESH_S)
 

@@ -72,6 +72,8 @@ def percentages(requests: Sequence[Asked], room: int, policy: Policy) -> tuple[f
                 refused += 1
                 continue
         pool.put(blocks[num_found:])
+        if policy.knows_queue:  # as after a prompt's last save
+            pool.use(blocks[: pool.num_stored(blocks)])
     num_blocks = sum(len(blocks) for _, blocks in requests)
     return 100 * found / num_blocks, 100 * refused / len(requests)
 
