@@ -201,10 +201,30 @@ def test_a_plan_tells_how_long_its_request_has_waited(instance, monkeypatch):
     assert 0.2 <= waits["saved"][0] < 10
 
 
+def save_by_steps(p, keys, stops):
+    """Saves a prompt as an engine does that computes it in steps; loads first what is stored."""
+    request = EngineRequest(p.cache, settings_of(), keys)
+    assert request.poll(10.0)
+    if start := request.find(0, stops[-1]):
+        load = p.pool.begin_load(request.plan_load(start, stops[-1]), P_BLOCKS)
+        assert load.wait(10).reason is None
+        request.ends.append(JobEnd.of_job(load))
+        request.end_load()
+    for stop in stops:
+        request.begin_step(start, stop)
+        begun = p.pool.begin_save(request.plan_save(start, stop), P_BLOCKS)
+        begun.layers_done(3)
+        assert begun.job.wait(10) == JobResult(stop)
+        start = stop
+        time.sleep(FRESH_S + 0.1)
+
+
 @pytest.mark.parametrize("kind", ["shm", "file", "memory"])
-@pytest.mark.parametrize("way", ["in one save", "in two saves", "behind what was loaded"])
+@pytest.mark.parametrize(
+    "way", ["in one step", "in two steps", "behind what is loaded", "alone", "for a hand-off"]
+)
 def test_no_block_of_a_prompt_goes_before_those_behind_it(way, kind, tmp_path, instance):
-    """The prompt was saved, and then others evict some of its blocks."""
+    """The prompt is saved, and then others evict some of its blocks."""
     size = HEADER_BYTES + BLOCK_BYTES
     urls = {
         "shm": f"shm://order?size={20 * size >> 16 << 16}&slab=64KiB&dir={tmp_path}&lease=0.001",
@@ -213,29 +233,20 @@ def test_no_block_of_a_prompt_goes_before_those_behind_it(way, kind, tmp_path, i
     }
     with contextlib.closing(open_store(urls[kind], settings_of())) as store:
         p = instance(over=store)
-        if way == "behind what was loaded":
-            save(p, range(128))
-        request = EngineRequest(p.cache, settings_of(), p.cache.keys(range(256)))
-        assert request.poll(10.0)
-        start = request.find(0, 256)
-        if start:
-            load = p.pool.begin_load(request.plan_load(start, 256), P_BLOCKS)
-            assert load.wait(10).reason is None
-            request.ends.append(JobEnd.of_job(load))
-            request.end_load()
-        stops = (128, 256) if way == "in two saves" else (256,)
-        for stop in stops:
-            request.begin_step(start, stop)
-            begun = p.pool.begin_save(request.plan_save(start, stop), P_BLOCKS)
-            begun.layers_done(3)
-            assert begun.job.wait(10) == JobResult(stop)
-            start = stop
+        keys = p.cache.keys(range(256))
+        if way in ("alone", "for a hand-off"):
+            handoff = p.cache.announce(keys)[0] if way == "for a hand-off" else None
+            assert save(p, range(256), handoff=handoff) == JobResult(256)
             time.sleep(FRESH_S + 0.1)
-        keys, stored, others = request.keys.store_keys(p.layout.parts), [True], 0
+        else:
+            if way == "behind what is loaded":
+                save(p, range(128))
+            save_by_steps(p, keys, (128, 256) if way == "in two steps" else (256,))
+        stored, others = [True], 0
         while all(stored):
             others += 1000
             assert save(p, range(others, others + 64)).reason is None
-            stored = store.which_stored(keys)
+            stored = store.which_stored(keys.store_keys(p.layout.parts))
         assert stored == sorted(stored, reverse=True)
         assert stored[0]
 
