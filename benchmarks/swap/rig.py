@@ -51,7 +51,7 @@ class Rig:
     def __init__(self, library: BenchLibrary, shape: SwapShape, n: int) -> None:
         self.shape, self.n = shape, n
         self._library = library
-        layer = LayerSpec(1, shape.piece_bytes, value_dim=0, kind="mla")
+        layer = LayerSpec.latent(shape.piece_bytes)
         identity = Identity("uint8", (layer,) * shape.num_regions, block_tokens=1, rope="")
         self.layout = Layout(identity, engine_block_tokens=1)
         num_blocks = n + n // 4 + 1

@@ -169,7 +169,7 @@ def check_server(store: Store) -> Iterator[Finding]:
 
 def layout_of(settings: Settings, shape: ModelShape) -> Layout:
     """Returns the layout of one rank that holds all of a model."""
-    layer = LayerSpec(1, shape.kv_elements, value_dim=0, kind="mla")
+    layer = LayerSpec.latent(shape.kv_elements)
     if not shape.is_mla:
         layer = LayerSpec(shape.kv_heads, shape.kv_elements // (2 * shape.kv_heads))
     return Layout.of(
@@ -186,7 +186,7 @@ def _try(settings: Settings, store: Store, layout: Layout, num_tokens: int) -> T
     identity = layout.identity
     dtype = getattr(torch, identity.dtype)
     shapes = [
-        (1, cells.entry_tokens, cells.num_heads, identity.layers[layer].channels)
+        (1, cells.entry_cells, cells.num_heads, identity.layers[layer].channels)
         for layer, cells in layout.geometry.caches.items()
     ]
     caches = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pdstore.errors import StoreError
-from pdstore.format.keys import PromptKeys
+from pdstore.format.continuation import BlockTable, BlockTables
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.layout import Layout
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
@@ -90,12 +91,12 @@ def _try(
 ) -> Tried:
     namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
     keys = PromptKeys(namespace).extend([secrets.randbelow(_MAX_ID) for _ in range(num_tokens)])
-    names = keys.store_keys(layout.parts)
-    counts = [-(-num_tokens // entry_tokens) for entry_tokens in layout.geometry.tables]
-    here = [range(count) for count in counts]
-    there = [range(count, 2 * count) for count in counts]
-    tables = [cells.table for cells in layout.geometry.caches.values()]
-    caches = [_random_like(each, 2 * counts[n]) for each, n in zip(kv_caches, tables, strict=True)]
+    names = _names(layout, keys)
+    here, there = (_tables(layout, num_tokens, turn) for turn in range(2))
+    caches = [
+        _random_like(cache, 2 * len(here[cells.table]))
+        for cache, cells in zip(kv_caches, layout.geometry.caches.values(), strict=True)
+    ]
     seconds: dict[str, float] = {}
     with _timed("connect", seconds):
         _expect("connect", store.match(names), 0)
@@ -113,14 +114,31 @@ def _try(
         pool.close()
         with contextlib.suppress(StoreError):
             store.remove(names)
-    saved, loaded = (
-        _prompt_of(caches, [ids[n] for n in tables], num_tokens) for ids in (here, there)
-    )
+    saved, loaded = (_prompt_of(layout, caches, each, num_tokens) for each in (here, there))
     if not all(map(torch.equal, saved, loaded)):
         raise StepFailed("compare", "other bytes came back than were saved")
     with _timed("remove", seconds):
         _expect("remove", store.match(names), 0)
     return Tried(sum(part.numel() for part in saved), seconds)
+
+
+def _names(layout: Layout, keys: PromptKeys) -> list[BlockKey]:
+    """Returns the names of what this rank stores of the prompt; of states, only the last one."""
+    states = [part for part in layout.owned_parts if part.group in keys.namespace.states]
+    rest = [part for part in layout.owned_parts if part not in states]
+    return keys.store_keys(rest) + keys.store_keys(states, len(keys) - 1)
+
+
+def _tables(layout: Layout, num_tokens: int, turn: int) -> BlockTables:
+    """Returns the prompt's block tables: of turn 0 the first entries of each cache, then others."""
+    tables: list[BlockTable] = []
+    for table in range(len(layout.geometry.tables)):
+        if table in layout.continuation.states:
+            tables.append({num_tokens: turn})
+        else:
+            count = layout.geometry.num_entries(table, num_tokens)
+            tables.append(range(turn * count, (turn + 1) * count))
+    return tables
 
 
 @contextlib.contextmanager
@@ -150,14 +168,17 @@ def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
 
 
 def _prompt_of(
-    caches: Sequence[torch.Tensor], blocks: Sequence[range], num_tokens: int
+    layout: Layout, caches: Sequence[torch.Tensor], tables: BlockTables, num_tokens: int
 ) -> list[torch.Tensor]:
-    """Returns the bytes of a prompt's tokens in each cache. blocks: those of each cache."""
-    held = (
-        cache[ids.start : ids.stop].flatten(0, 1)[:num_tokens]
-        for cache, ids in zip(caches, blocks, strict=True)
-    )
-    return [tokens.contiguous().view(torch.uint8) for tokens in held]  # as bytes: NaN != NaN
+    """Returns the bytes of the prompt's tokens, or of its state, in each cache."""
+    held = []
+    for cache, cells in zip(caches, layout.geometry.caches.values(), strict=True):
+        table = tables[cells.table]
+        if isinstance(table, Mapping):
+            held.append(cache[list(table.values())])
+        else:
+            held.append(cache[list(table)].flatten(0, 1)[:num_tokens])
+    return [each.contiguous().view(torch.uint8) for each in held]  # as bytes: NaN != NaN
 
 
 def _random_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

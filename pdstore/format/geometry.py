@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 
+from pdstore.errors import LayoutError
 from pdstore.format.keys import Part
 
 
@@ -15,33 +16,50 @@ class CacheGeometry:
     """The cells of one cache: of a layer, or of one piece of every page of a rank.
 
     A cell is what is stored only as a whole: the bytes of some tokens, of one head. Mostly it has
-    one token; a packed page is a single cell.
+    one token; a packed page is a single cell, and so is a state, which stands for all tokens before
+    its end.
 
     table: the number of the block table that names the engine blocks of this cache.
     entry_tokens: the number of tokens of an engine block, which is one entry of that table; a
-      multiple of `cell_tokens`.
-    cell_tokens: the number of tokens of a cell.
+      multiple of `cell_tokens`. None for states.
+    cell_tokens: the number of tokens of a cell; None for states.
     cell_bytes: the bytes of a cell.
     num_heads: the number of KV heads that the rank has.
     dtype: the name of the element type in torch, for a tensor [blocks, tokens, heads, channels].
-      None for a tensor of any type whose blocks are contiguous: each block is one cell.
+      None for a tensor of any type that has one cell in each block, whose bytes are contiguous.
     """
 
     table: int
-    entry_tokens: int
-    cell_tokens: int
+    entry_tokens: int | None
+    cell_tokens: int | None
     cell_bytes: int
     num_heads: int
     dtype: str | None
 
+    @classmethod
+    def of_states(cls, table: int, num_bytes: int) -> CacheGeometry:
+        """Returns the cells of a layer whose states have `num_bytes` bytes on this rank."""
+        return cls(table, None, None, num_bytes, num_heads=1, dtype=None)
+
     @property
     def entry_cells(self) -> int:
         """The number of cells in one engine block, of one head."""
+        if self.entry_tokens is None or self.cell_tokens is None:
+            return 1
         return self.entry_tokens // self.cell_tokens
 
     def num_cells(self, num_tokens: int) -> int:
         """Returns how many cells `num_tokens` tokens need, of one head."""
+        if self.cell_tokens is None:
+            return min(num_tokens, 1)
         return -(-num_tokens // self.cell_tokens)
+
+    def cells_before(self, num_tokens: int) -> int:
+        """Returns how many cells end within the first `num_tokens` tokens of a block.
+
+        A state is never one of them: it is needed whole, wherever the tokens begin.
+        """
+        return 0 if self.cell_tokens is None else num_tokens // self.cell_tokens
 
     def in_pages(self) -> CacheGeometry:
         """Returns the same cache with one cell for each engine block, of one head."""
@@ -85,14 +103,15 @@ class Geometry:
     """Places of KV on one rank: in its paged cache, and in the payloads of a pool's block.
 
     block_tokens: the number of tokens in a block of the pool, a multiple of each table's entry.
-    tables: for each block table, the number of tokens of its entries: they are engine blocks.
+    tables: for each block table, the number of tokens of its entries: they are engine blocks. None
+      for a table of states.
     caches: the rank's caches by number, in the order of the tensors that the engine gives: the
       caches of layers, or of the pieces of every page.
     parts: the parts that the rank saves and loads, in the order of their keys.
     """
 
     block_tokens: int
-    tables: tuple[int, ...]
+    tables: tuple[int | None, ...]
     caches: Mapping[int, CacheGeometry]
     parts: Mapping[Part, PartGeometry]
 
@@ -102,13 +121,19 @@ class Geometry:
 
     @property
     def common_tokens(self) -> int:
-        """The number of tokens after which an entry ends in every block table, again and again."""
-        return lcm(*self.tables)
+        """The number of tokens after which an entry ends in every table of tokens, repeatedly."""
+        return lcm(*(tokens for tokens in self.tables if tokens is not None))
 
     def block_entries(self, table: int) -> int:
         """Returns how many entries of a block table make up a block of the pool."""
-        return self.block_tokens // self.tables[table]
+        return self.block_tokens // self._entry_tokens(table)
 
     def num_entries(self, table: int, num_tokens: int) -> int:
         """Returns how many entries of a block table hold `num_tokens` tokens."""
-        return -(-num_tokens // self.tables[table])
+        return -(-num_tokens // self._entry_tokens(table))
+
+    def _entry_tokens(self, table: int) -> int:
+        tokens = self.tables[table]
+        if tokens is None:
+            raise LayoutError(f"block table {table} is of states: its entries have no tokens")
+        return tokens

@@ -11,38 +11,73 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Literal
 
 import torch
 
 from pdstore.errors import LayoutError
-from pdstore.format.continuation import needs_of
+from pdstore.format.continuation import needs_of, states_of
 from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
 from pdstore.settings import Settings
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer of the whole model (not of one rank).
+    """One layer of the whole model (not of one rank) that keeps something of a prompt.
 
-    num_kv_heads: KV heads; 1 for MLA.
+    num_kv_heads: KV heads; 1 if each rank holds all of the layer. Of a state, the ranks that each
+      have a part of it.
     head_dim: elements of K per head and token; for MLA, elements of the latent and its rope part.
+      Of a state, its bytes on one rank.
     value_dim: elements of V per head and token; None: as many as K has; 0: V is not stored (MLA).
     window: the length of a sliding window in tokens; None for full attention.
     table: the number of the engine's block table that names this layer's blocks.
+    is_whole: True if each rank holds all of the layer, as with MLA.
+    form: None for a layer with KV of each token. Otherwise the layer keeps a state, which stands
+      for a whole prefix, and this text says what its bytes are: their types, shapes and order.
+      States of two forms are never exchanged.
+
+    `latent` and `state` make the layers that are neither full attention nor a sliding window.
     """
 
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    kind: Literal["full", "sliding", "mla"] = "full"
     window: int | None = None
     table: int = 0
+    is_whole: bool = False
+    form: str | None = None
+
+    @classmethod
+    def latent(cls, channels: int, *, table: int = 0) -> LayerSpec:
+        """Returns a layer of MLA: a latent of so many elements, which each rank holds whole."""
+        return cls(1, channels, value_dim=0, table=table, is_whole=True)
+
+    @classmethod
+    def state(
+        cls, num_bytes: int, form: str, *, ranks: int = 1, table: int = 0, is_whole: bool = False
+    ) -> LayerSpec:
+        """Returns a layer that keeps a state (of Mamba2, a short convolution): bytes on each rank.
+
+        ranks: how many ranks have a part of the state: the TP size.
+        is_whole: True if each rank has the same state; `ranks` has no meaning then.
+        """
+        parts = 1 if is_whole else ranks
+        return cls(parts, num_bytes, value_dim=0, table=table, is_whole=is_whole, form=form)
 
     @property
     def channels(self) -> int:
         """Elements of K and V together, per head and token."""
         return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
+
+    @property
+    def is_state(self) -> bool:
+        """True if the layer keeps one state for a whole prefix."""
+        return self.form is not None
+
+    @property
+    def needs(self) -> int | None:
+        """How many of the last tokens an engine needs of it to go on; None for all."""
+        return 1 if self.is_state else self.window
 
 
 @dataclass(frozen=True)
@@ -58,7 +93,7 @@ class Identity:
       tokens in its own way, a text that names this way. Payloads are then `[layer][head][page]`:
       one head of an engine block as it lies in memory, for a tail too.
     num_shards: the number of shards that the KV heads of a group are split into; an MLA group
-      always has one shard.
+      always has one shard, and so have states that each rank holds whole.
     draft_layers: the number of layers, at the end, that belong to a draft model (MTP, EAGLE).
     num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
       P can store one range while the model computes the next range.
@@ -86,7 +121,13 @@ class Identity:
         if not 1 <= self.num_ranges <= len(self.layers):
             raise LayoutError(f"{len(self.layers)} layers do not make {self.num_ranges} ranges")
         for spec in self.layers:
-            if spec.kind != "mla" and spec.num_kv_heads % self.num_shards:
+            if spec.is_state and not spec.is_whole and spec.num_kv_heads != self.num_shards:
+                raise LayoutError(
+                    f"states of {spec.num_kv_heads} ranks do not split into {self.num_shards}"
+                    " shards, since a part of a state cannot be cut: give P and D the same TP size,"
+                    " and do not set PDSTORE_KV_SHARDS"
+                )
+            if not spec.is_whole and spec.num_kv_heads % self.num_shards:
                 raise LayoutError(
                     f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
                     " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
@@ -100,8 +141,9 @@ class Identity:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a whole block: all layers, all KV heads."""
-        per_token = sum(spec.num_kv_heads * spec.channels for spec in self.layers)
+        """Bytes of a whole block: the KV of its tokens, of all layers and heads; no states."""
+        by_token = (spec for spec in self.layers if not spec.is_state)
+        per_token = sum(spec.num_kv_heads * spec.channels for spec in by_token)
         return self.block_tokens * per_token * self.itemsize
 
     @cached_property
@@ -120,7 +162,7 @@ class Identity:
         return max(self.shards_of(group) for group in range(len(self.groups)))
 
     def shards_of(self, group: int) -> int:
-        return 1 if self.spec_of(group).kind == "mla" else self.num_shards
+        return 1 if self.spec_of(group).is_whole else self.num_shards
 
     def spec_of(self, group: int) -> LayerSpec:
         """Returns what all layers of a KV group are."""
@@ -142,7 +184,10 @@ class Identity:
             "weights": weights,
             "dtype": self.dtype,
             "quantization": self.quantization,
-            "layers": [[s.kind, s.num_kv_heads, s.head_dim, s.channels] for s in self.layers],
+            "layers": [
+                [_kind_of(spec), spec.num_kv_heads, spec.head_dim, spec.channels]
+                for spec in self.layers
+            ],
             "windows": [spec.window for spec in self.layers],
             "rope": self.rope,
             "block_tokens": self.block_tokens,
@@ -155,19 +200,31 @@ class Identity:
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
-        # without a seal, and for a model of text, no such field: older namespaces stay valid
+        # without a seal, images or states there is no such field: older namespaces stay valid
         if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
         if self.items is not None:
             fields["items"] = self.items
+        if any(spec.is_state for spec in self.layers):
+            fields["form"] = [spec.form for spec in self.layers]
         return Namespace(
             fields,
             self.parts,
             self.block_tokens,
             num_shards=self.grid_shards,
-            needs=needs_of((n, self.spec_of(n).window) for n in range(len(self.groups))),
+            needs=needs_of((n, self.spec_of(n).needs) for n in range(len(self.groups))),
+            states=states_of((n, self.spec_of(n).is_state) for n in range(len(self.groups))),
             bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
         )
+
+
+def _kind_of(spec: LayerSpec) -> str:
+    """Returns the first word about a layer in a namespace's field `layers`."""
+    if spec.is_state:
+        return "state"
+    if spec.is_whole:
+        return "mla"
+    return "full" if spec.window is None else "sliding"
 
 
 def range_of(layer: int, num_layers: int, num_ranges: int) -> int:

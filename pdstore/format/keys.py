@@ -75,7 +75,7 @@ class Namespace:
 
     fields: the properties by name, as `Identity.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
-    needs: as `Continuation` takes them, by the number of the KV group.
+    needs, states: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
     digest: a digest of `fields`; passed only by callers that know the digest but not the fields.
     """
@@ -85,6 +85,7 @@ class Namespace:
     block_tokens: int
     num_shards: int = 1
     needs: Mapping[int, int] = field(default_factory=dict)
+    states: frozenset[int] = frozenset()
     bare_salt: str | None = None
     digest: bytes = b""
 
@@ -99,7 +100,7 @@ class Namespace:
     @property
     def continuation(self) -> Continuation:
         """Which blocks of each KV group must be there for an engine to go on at a token."""
-        return Continuation(self.block_tokens, self.needs)
+        return Continuation(self.block_tokens, self.needs, states=self.states)
 
     @cached_property
     def described(self) -> Mapping[str, str]:
@@ -129,7 +130,13 @@ class Namespace:
         ]
 
 
-_MEANS = {"format": " (two versions of pdstore: install the same one for both)"}
+_MEANS = {
+    "format": " (two versions of pdstore: install the same one for both)",
+    "block_tokens": " (PDSTORE_BLOCK_TOKENS; of a model with sliding windows or states it is the"
+    " engine's block, which the TP size, the dtypes and speculation decide: make them equal)",
+    "form": " (states of other types, shapes or order: give both engines the same version, dtypes"
+    " and kernels)",
+}
 
 
 def _salt(value: Json) -> str:

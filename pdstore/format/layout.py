@@ -9,7 +9,7 @@ from functools import cached_property
 from math import lcm
 
 from pdstore.errors import LayoutError
-from pdstore.format.continuation import Continuation, needs_of
+from pdstore.format.continuation import Continuation, needs_of, states_of
 from pdstore.format.geometry import CacheGeometry, Geometry, PartGeometry
 from pdstore.format.identity import Identity, LayerSpec, groups_of
 from pdstore.format.keys import Namespace, Part
@@ -47,22 +47,21 @@ class Layout:
 
     identity: what is equal on all instances that share blocks.
     engine_block_tokens: the tokens of a block in the engine's paged cache, a divisor of
-      `block_tokens`; for each block table, or a single number for all of them.
+      `block_tokens`; for each block table (None for one of states), or a single number for all.
     tp_rank, tp_size: each rank has an equal part of the shards; MLA groups are whole on each rank.
     pipeline: the stages of pipeline-parallel ranks; None if each rank holds all layers.
-    num_pieces: None, or with `Identity.page` the number of equal pieces that each of the engine's
-      pages is. A payload is then the page as it lies in memory, with all layers and heads of this
-      rank: piece after piece. All layers must then be equal.
+    given: what lies where, from an engine that does not have one cache for each layer; None: as the
+      layers say.
 
     Raises LayoutError for numbers that do not fit together.
     """
 
     identity: Identity
-    engine_block_tokens: int | Sequence[int]
+    engine_block_tokens: int | Sequence[int | None]
     tp_rank: int = 0
     tp_size: int = 1
     pipeline: Pipeline | None = None
-    num_pieces: int | None = None
+    given: Geometry | None = None
 
     @classmethod
     def of(
@@ -71,11 +70,11 @@ class Layout:
         *,
         dtype: str,
         layers: Sequence[LayerSpec],
-        engine_block_tokens: int | Sequence[int],
+        engine_block_tokens: int | Sequence[int | None],
         rope: str,
         quantization: str | None = None,
         page: str | None = None,
-        gives_back: bool = False,
+        boundary_tokens: int | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         draft_layers: int = 0,
@@ -84,20 +83,22 @@ class Layout:
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
-        A stored block is one engine block if `page` is given. It is also one if a layer does not
-        need all earlier tokens and the engine `gives_back` (frees) blocks that no layer needs: a
-        larger block could then lie partly behind a sliding window.
+        A stored block is one engine block if `page` is given.
 
+        boundary_tokens: the length of a stored block if the engine decides it: how many tokens lie
+          between two ends at which it gives back (frees) blocks behind windows, or keeps states. A
+          larger block could lie partly behind a window. None: the engine does neither.
         The other arguments are those of `Identity` and `Layout`.
         """
         _check_salt(settings, page)
         entries = entries_of(engine_block_tokens, layers)
-        has_gaps = gives_back and any(spec.window for spec in layers)
-        least = _least_block(entries, layers) if has_gaps else lcm(*entries)
+        if boundary_tokens is not None:
+            _check_boundary(boundary_tokens, entries, layers)
+        engine_block = lcm(*(tokens for tokens in entries if tokens is not None))
         identity = Identity(
             dtype=dtype,
             layers=tuple(layers),
-            block_tokens=least if has_gaps or page else settings.block_tokens,
+            block_tokens=boundary_tokens or (engine_block if page else settings.block_tokens),
             rope=rope,
             quantization=quantization,
             page=page,
@@ -106,13 +107,8 @@ class Layout:
             items=items,
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, identity.block_bytes // RANGE_BYTES)
-        return cls(
-            replace(identity, num_ranges=max(1, min(wanted, len(layers)))),
-            entries,
-            tp_rank,
-            tp_size,
-            pipeline,
-        )
+        identity = replace(identity, num_ranges=max(1, min(wanted, len(layers))))
+        return cls(identity, entries, tp_rank, tp_size, pipeline)
 
     def __post_init__(self) -> None:
         _check_blocks(self)
@@ -122,14 +118,15 @@ class Layout:
                 f"PDSTORE_KV_SHARDS={num_shards} must be a multiple of the TP size"
                 f" {self.tp_size}, and rank {self.tp_rank} below it"
             )
+        if num_shards > self.tp_size and any(
+            spec.is_state and not spec.is_whole for spec in self.identity.layers
+        ):
+            raise LayoutError(
+                f"one of {self.tp_size} ranks holds several of {num_shards} parts of a state, which"
+                " lie in one cell: do not set PDSTORE_KV_SHARDS"
+            )
         if self.pipeline is not None:
             _check_stages(self.pipeline, self.identity.layers, self.identity.num_ranges)
-        is_paged = self.identity.page is not None
-        if self.num_pieces is not None and (not is_paged or len(self.owned_parts) > 1):
-            raise LayoutError(
-                "only pages of equal layers, in one layer range and in one shard for each rank, are"
-                " in pieces"
-            )
 
     @property
     def block_tokens(self) -> int:
@@ -203,39 +200,38 @@ class Layout:
     @cached_property
     def continuation(self) -> Continuation:
         """Which blocks of each block table must be there for an engine to go on at a token."""
-        needs = needs_of((spec.table, spec.window) for spec in self.identity.layers)
-        tables = self.geometry.tables
-        entries = {number: self.geometry.block_entries(number) for number in range(len(tables))}
-        return Continuation(self.block_tokens, needs, entries)
+        layers = self.identity.layers
+        states = states_of((spec.table, spec.is_state) for spec in layers)
+        of_tokens = (n for n in range(len(self.geometry.tables)) if n not in states)
+        return Continuation(
+            self.block_tokens,
+            needs_of((spec.table, spec.needs) for spec in layers),
+            {table: self.geometry.block_entries(table) for table in of_tokens},
+            states,
+        )
 
     @cached_property
     def geometry(self) -> Geometry:
         """Where the layers, heads and tokens of this rank lie, region by region."""
+        if self.given is not None:
+            return self.given
         tables = entries_of(self.engine_block_tokens, self.identity.layers)
         caches = {layer: self._cache(layer, tables) for layer in self.held_layers}
         parts = {part: self._part(part, caches) for part in self.owned_parts}
-        if self.num_pieces is not None:
-            [(part, whole)] = parts.items()
-            piece = replace(
-                whole.cache,
-                cell_bytes=whole.payload_bytes(self.block_tokens) // self.num_pieces,
-                num_heads=1,
-                dtype=None,
-            )
-            caches = dict.fromkeys(range(self.num_pieces), piece)
-            parts = {part: PartGeometry(tuple(caches), piece, 0, 1)}
         return Geometry(self.block_tokens, tables, caches, parts)
 
-    def _cache(self, layer: int, tables: Sequence[int]) -> CacheGeometry:
-        """Returns the cells of a layer: a packed page is one cell, else each token is one."""
+    def _cache(self, layer: int, tables: Sequence[int | None]) -> CacheGeometry:
+        """Returns the cells of a layer: a state or a packed page is one cell, else a token is."""
         identity = self.identity
         spec = identity.layers[layer]
+        if spec.is_state:
+            return CacheGeometry.of_states(spec.table, spec.channels)
         by_token = CacheGeometry(
             table=spec.table,
             entry_tokens=tables[spec.table],
             cell_tokens=1,
             cell_bytes=spec.channels * identity.itemsize,
-            num_heads=spec.num_kv_heads // (1 if spec.kind == "mla" else self.tp_size),
+            num_heads=spec.num_kv_heads // (1 if spec.is_whole else self.tp_size),
             dtype=identity.dtype,
         )
         return by_token if identity.page is None else by_token.in_pages()
@@ -249,19 +245,32 @@ class Layout:
 
 
 def entries_of(
-    engine_block_tokens: int | Sequence[int], layers: Sequence[LayerSpec]
-) -> tuple[int, ...]:
+    engine_block_tokens: int | Sequence[int | None], layers: Sequence[LayerSpec]
+) -> tuple[int | None, ...]:
     """Returns for each block table of the layers the number of tokens of its entries.
 
-    Raises LayoutError if numbers are given for more or for fewer block tables.
+    It is None for a table of states. Raises LayoutError if numbers are given for more or for fewer
+    block tables, or if a table has states and tokens.
     """
     num_tables = 1 + max((spec.table for spec in layers), default=0)
+    states = {spec.table for spec in layers if spec.is_state}
+    if states & {spec.table for spec in layers if not spec.is_state}:
+        raise LayoutError(
+            "a block table has either states or the KV of tokens: give the layers with states a"
+            " table of their own"
+        )
     if isinstance(engine_block_tokens, int):
-        return (engine_block_tokens,) * num_tables
+        size = engine_block_tokens
+        return tuple(None if number in states else size for number in range(num_tables))
     if len(engine_block_tokens) != num_tables:
         raise LayoutError(
             f"{len(engine_block_tokens)} sizes of engine blocks are given: give one for each of"
             f" {num_tables} block tables, or a single number for all"
+        )
+    if any((size is None) != (n in states) for n, size in enumerate(engine_block_tokens)):
+        raise LayoutError(
+            f"engine blocks of {list(engine_block_tokens)} tokens: give None for each of the block"
+            f" tables {sorted(states)}, which are of states, and a number for any other"
         )
     return tuple(engine_block_tokens)
 
@@ -274,18 +283,21 @@ def _check_salt(settings: Settings, page: str | None) -> None:
         )
 
 
-def _least_block(entries: Sequence[int], layers: Sequence[LayerSpec]) -> int:
-    """Returns the tokens of the smallest block of whole engine blocks, of every block table.
-
-    Raises LayoutError if a sliding window's engine blocks have fewer tokens than that.
-    """
-    least = lcm(*entries)
-    if any(spec.window and entries[spec.table] != least for spec in layers):
+def _check_boundary(
+    boundary_tokens: int, entries: Sequence[int | None], layers: Sequence[LayerSpec]
+) -> None:
+    """Raises LayoutError if engine blocks do not fit a stored block that the engine has set."""
+    sizes = sorted({tokens for tokens in entries if tokens is not None})
+    if any(spec.window and entries[spec.table] != boundary_tokens for spec in layers):
         raise LayoutError(
-            f"engine blocks of {sorted({*entries})} tokens: those that windows give back must have"
-            f" {least}, or a window could begin inside a block of the pool"
+            f"engine blocks of {sizes} tokens: those that windows give back must have"
+            f" {boundary_tokens}, or a window could begin inside a block of the pool"
         )
-    return least
+    if any(boundary_tokens % tokens for tokens in sizes):
+        raise LayoutError(
+            f"engine blocks of {sizes} tokens do not make up the {boundary_tokens} tokens between"
+            " two states that the engine keeps"
+        )
 
 
 def _check_blocks(layout: Layout) -> None:
@@ -293,6 +305,8 @@ def _check_blocks(layout: Layout) -> None:
     block_tokens = layout.block_tokens
     is_paged = layout.identity.page is not None
     for entry_tokens in entries_of(layout.engine_block_tokens, layout.identity.layers):
+        if entry_tokens is None:
+            continue
         if block_tokens % entry_tokens or (is_paged and block_tokens != entry_tokens):
             raise LayoutError(
                 f"PDSTORE_BLOCK_TOKENS={block_tokens} must be a multiple of the engine's block"

@@ -107,7 +107,7 @@ class Move(NamedTuple):
         first_block, before = divmod(self.first_token, geometry.block_tokens)
         if before == 0:
             return [0] * len(values)
-        cells = {part: of.cache.num_cells(before) for part, of in geometry.parts.items()}
+        cells = {part: of.cache.cells_before(before) for part, of in geometry.parts.items()}
         return [
             cells[part] if number == first_block else 0
             for part, number in zip(values.parts, values.numbers, strict=True)

@@ -183,9 +183,14 @@ class _Opener:
 
 def check_values_fit(store: Store, geometry: Geometry) -> None:
     """Raises ConfigError, with what to set, if the store can never take a block of the pool."""
-    why = store.why_too_long(block.HEADER_BYTES + geometry.largest_payload_bytes)
+    size = geometry.block_tokens
+    largest = max(geometry.parts.values(), key=lambda part: part.payload_bytes(size))
+    why = store.why_too_long(block.HEADER_BYTES + largest.payload_bytes(size))
     if why is not None:
-        raise ConfigError(
-            f"{why}; or store blocks of less than {geometry.block_tokens} tokens"
-            " (PDSTORE_BLOCK_TOKENS, the same for P and D)"
-        )
+        remedy = f"store blocks of less than {size} tokens (PDSTORE_BLOCK_TOKENS"
+        if largest.cache.cell_tokens is None:  # of any block: a state has as many bytes
+            remedy = (
+                f"store the states of less than {len(largest.layers)} layers together (a larger"
+                " PDSTORE_LAYER_RANGES"
+            )
+        raise ConfigError(f"{why}; or {remedy}, the same for P and D)")

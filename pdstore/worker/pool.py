@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from pdstore.async_runner import DevicePin
 from pdstore.errors import Direction, LayoutError, ReadOnly, SwapError
 from pdstore.format.block import Header
-from pdstore.format.continuation import NO_BLOCK, BlockTables
+from pdstore.format.continuation import BlockTables
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import BlockKey, Namespace, PromptKeys
 from pdstore.format.layout import Layout
@@ -36,7 +34,7 @@ from pdstore.worker.mover import open_mover
 from pdstore.worker.save import MarkWork, OpenSave, RunningSaves, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, Swap
-from pdstore.worker.values import PromptBlocks, Tables, bytes_of
+from pdstore.worker.values import PromptBlocks, Tables, bytes_of, tables_of
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +145,10 @@ class KVPool:
             `NO_BLOCK` where a window has moved on; a list for each block table if the layout has
             several. The ids are copied before the call returns. But if there are several tables,
             an `array` of int64 is not copied: do not change it before the job has ended.
+            Of a table of states: a mapping from numbers of tokens to the entries that hold the
+            states after them, each the end of a block or of `keys`. Name only entries that no
+            later step overwrites: no checksum tells a state from a later one. All tables need the
+            state at the end of `keys`, or nothing is saved.
           ready: an event after which the paged cache holds these tokens; None: the cache holds them
             after the work that is queued on the calling thread's current stream.
           after: saves that must end before this one begins.
@@ -173,7 +175,10 @@ class KVPool:
         keys, handoff, announce = plan.keys, plan.handoff, plan.announce
         first_block = self._first_block(keys, plan.first_token)
         first = first_block if handoff is None else 0  # a hand-off may save any block again
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, self._swap.num_blocks, first)
+        tables = self._tables(keys, block_ids, first)
+        if handoff is not None or not plan.is_handed_off:
+            # else tokens go before the state at their end, which the hand-off's last save brings
+            self.layout.continuation.check_states(tables, keys.num_tokens)
         is_awaited = self._mover.is_awaited(plan)
         asked = 0 if is_awaited else max(0, first_block - 1)  # SaveWork looks one block back
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, asked)
@@ -228,12 +233,13 @@ class KVPool:
         The destination blocks must not be given to any other request until `job.done`. After that,
         the paged cache holds the prompt's first `job.result.num_tokens` tokens, and the engine can
         go on computing after them. Each other token was no longer stored, or did not verify, or a
-        sliding window before it has NO_BLOCK. A load that falls short, where windows have moved on,
-        counts only `plan.first_token` tokens.
+        sliding window before it has NO_BLOCK. A load that falls short, where windows have moved on
+        or no earlier state is asked for, counts only `plan.first_token` tokens.
 
         Args:
           plan: from `EngineRequest.plan_load`, as it is.
-          block_ids: as in `save`; nothing is loaded for NO_BLOCK.
+          block_ids: as in `save`; nothing is loaded for NO_BLOCK, nor any state that is not named.
+            All tables of states need an entry for the state at the end of `plan.keys`.
           ready: an event after which the blocks may be written; None: they may be written after the
             work queued on the calling thread's current stream; READY_NOW: now.
         """
@@ -242,9 +248,9 @@ class KVPool:
         engine_block = self.layout.geometry.common_tokens
         if first_token % engine_block:
             raise LayoutError(f"first_token {first_token} must be a multiple of {engine_block}")
-        num_blocks = self._swap.num_blocks
-        tables = tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+        tables = self._tables(keys, block_ids, first_block)
         self.layout.continuation.check_gaps(tables)
+        self.layout.continuation.check_states(tables, keys.num_tokens)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
         work = LoadWork(self._mover, prompt, first_token, ready or record_caller_event(self._swap))
         num_bytes = bytes_of(self.layout, keys, first_block)
@@ -328,6 +334,12 @@ class KVPool:
             raise LayoutError(f"first_token {first_token} is outside {keys.num_tokens} tokens")
         return first_token // self.layout.block_tokens
 
+    def _tables(
+        self, keys: PromptKeys, block_ids: Sequence[int] | BlockTables, first_block: int
+    ) -> Tables:
+        num_blocks = self._swap.num_blocks
+        return tables_of(self.layout, keys.num_tokens, block_ids, num_blocks, first_block)
+
     def _log_start(self, num_workers: int) -> None:
         """Logs in one line what an operator compares between instances, and then the copy paths."""
         out, back = self._swap.plan(Direction.SAVE), self._swap.plan(Direction.LOAD)
@@ -361,50 +373,3 @@ def record_caller_event(swap: Swap) -> ReadyEvent | None:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
         return event
-
-
-def tables_of(
-    layout: Layout,
-    num_tokens: int,
-    block_ids: Sequence[int] | BlockTables,
-    num_blocks: Mapping[int, int],
-    first_block: int = 0,
-) -> Tables:
-    """Returns the block tables of a prompt; a plain list of ids stands for a single table.
-
-    Tables that are arrays of int64 are not copied, so nobody may change them.
-    num_blocks: as in `Swap`; a table without a number is not checked, as nothing of it is copied.
-    first_block: index of the first block of this job; table entries before it are not checked.
-    Raises LayoutError for tables that do not fit.
-    """
-    given: Any = tuple(block_ids)  # read a single time, because it may be an iterator
-    tables: Tables
-    try:
-        tables = (tuple(map(operator.index, given)),)
-    except TypeError:
-        try:
-            tables = tuple(
-                table
-                if getattr(table, "typecode", "") == "q"
-                else tuple(map(operator.index, table))
-                for table in given
-            )
-        except TypeError as error:
-            raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
-    geometry = layout.geometry
-    if len(tables) != len(geometry.tables):
-        raise LayoutError(f"{len(tables)} block tables; the layout has {len(geometry.tables)}")
-    for number, table in enumerate(tables):
-        need = geometry.num_entries(number, num_tokens)
-        if len(table) < need:
-            raise LayoutError(
-                f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given"
-            )
-        used = table[first_block * geometry.block_entries(number) : need]
-        lowest = NO_BLOCK if number in layout.continuation.needs else 0
-        limit = num_blocks.get(number)
-        if used and limit is not None and not lowest <= min(used) <= max(used) < limit:
-            raise LayoutError(
-                f"block ids {min(used)}..{max(used)} are not all in the cache of {limit} blocks"
-            )
-    return tables

@@ -1,19 +1,22 @@
-"""PromptBlocks: the blocks of a prompt that a job moves, and the values of these blocks."""
+"""PromptBlocks: the blocks of a prompt that a job moves, their values, and their block tables."""
 
 from __future__ import annotations
 
+import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
+from pdstore.errors import LayoutError
 from pdstore.format import block
-from pdstore.format.continuation import NO_BLOCK, BlockTables
+from pdstore.format.continuation import NO_BLOCK, BlockTable, BlockTables
 from pdstore.format.keys import Part, PromptKeys
 from pdstore.format.layout import Layout
 from pdstore.format.values import BlockRange, Values
 
-Tables = tuple[Sequence[int], ...]
+Tables: TypeAlias = tuple[BlockTable, ...]
 
 
 @dataclass(eq=False)
@@ -107,9 +110,15 @@ class PromptBlocks:
         )
 
     def _entries(self, table: int, num_tokens: int, blocks: BlockRange) -> list[Sequence[int]]:
-        """Returns for each block the entries of a block table that hold its `num_tokens` tokens."""
+        """Returns for each block the entries of a block table that hold its `num_tokens` tokens.
+
+        Of a table of states that is the entry with the state at the block's end, or NO_BLOCK.
+        """
         geometry = self.layout.geometry
         ids = self.tables[table]
+        if isinstance(ids, Mapping):
+            ends = (number * geometry.block_tokens + num_tokens for number in range(*blocks))
+            return [[ids.get(end, NO_BLOCK)] for end in ends]
         step = geometry.block_entries(table)
         used = geometry.num_entries(table, num_tokens)
         return [ids[number * step : number * step + used] for number in range(*blocks)]
@@ -135,3 +144,82 @@ def bytes_of(
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
     parts = layout.parts_of.get(layer_range, ())
     return sum(layout.payload_bytes(part, num_tokens) for part in parts)
+
+
+def tables_of(
+    layout: Layout,
+    num_tokens: int,
+    block_ids: Sequence[int] | BlockTables,
+    num_blocks: Mapping[int, int],
+    first_block: int = 0,
+) -> Tables:
+    """Returns the block tables of a prompt; a plain list of ids stands for a single table.
+
+    Tables that are arrays of int64 are not copied, so nobody may change them.
+    num_blocks: as in `Swap`; a table without a number is not checked, as nothing of it is copied.
+    first_block: index of the first block of this job; table entries before it are not checked.
+    Raises LayoutError for tables that do not fit.
+    """
+    given: Any = tuple(block_ids)  # read a single time, because it may be an iterator
+    tables: Tables
+    try:
+        tables = (tuple(map(operator.index, given)),)
+    except TypeError:
+        try:
+            tables = tuple(map(_copied, given))
+        except TypeError as error:
+            raise LayoutError(f"block ids are ints or lists of ints: {error}") from error
+    if len(tables) != len(layout.geometry.tables):
+        raise LayoutError(
+            f"{len(tables)} block tables; the layout has {len(layout.geometry.tables)}"
+        )
+    for number, table in enumerate(tables):
+        used = _used_entries(layout, number, table, num_tokens, first_block)
+        may_lack = number in layout.continuation.needs and not isinstance(table, Mapping)
+        lowest = NO_BLOCK if may_lack else 0
+        limit = num_blocks.get(number)
+        if used and limit is not None and not lowest <= min(used) <= max(used) < limit:
+            raise LayoutError(
+                f"block ids {min(used)}..{max(used)} are not all in the cache of {limit} blocks"
+            )
+    return tables
+
+
+def _copied(table: Any) -> BlockTable:  # noqa: ANN401
+    if isinstance(table, Mapping):
+        return {operator.index(end): operator.index(entry) for end, entry in table.items()}
+    return table if getattr(table, "typecode", "") == "q" else tuple(map(operator.index, table))
+
+
+def _used_entries(
+    layout: Layout, number: int, table: BlockTable, num_tokens: int, first_block: int
+) -> Sequence[int]:
+    """Returns the entries of a table that a job may use. Raises LayoutError if it does not fit."""
+    if isinstance(table, Mapping) != (number in layout.continuation.states):
+        raise LayoutError(
+            f"block table {number}: a table of states is a mapping from numbers of tokens to its"
+            " entries, and any other table is a list of its entries"
+        )
+    if isinstance(table, Mapping):
+        _check_ends(number, table, num_tokens, layout.block_tokens)
+        return [*table.values()]
+    need = layout.geometry.num_entries(number, num_tokens)
+    if len(table) < need:
+        raise LayoutError(f"{num_tokens} tokens need {need} engine blocks; {len(table)} are given")
+    return table[first_block * layout.geometry.block_entries(number) : need]
+
+
+def _check_ends(number: int, table: Mapping[int, int], num_tokens: int, block_tokens: int) -> None:
+    """Raises LayoutError for a state after which no block ends, and for two states in one entry."""
+    for end in table:
+        if not 0 < end <= num_tokens or (end % block_tokens and end != num_tokens):
+            raise LayoutError(
+                f"block table {number}: no block ends after {end} of {num_tokens} tokens, so the"
+                f" state there has no key; name states only after each {block_tokens} tokens and"
+                " after the last token"
+            )
+    if len(set(table.values())) < len(table):
+        raise LayoutError(
+            f"block table {number} names an entry for two ends, {dict(table)}: it can hold the"
+            " state of only one"
+        )

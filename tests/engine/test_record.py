@@ -152,7 +152,7 @@ def cache_of(spec, dtype, *, is_paged):
     [
         {},
         {"dtype": "bfloat16", "publish": False},
-        {"layers": [LayerSpec(1, 24, value_dim=0, kind="mla")] * 2},
+        {"layers": [LayerSpec.latent(24)] * 2},
         {"page": "packed"},
     ],
     ids=["plain", "heads first, read-only", "latent", "pages"],

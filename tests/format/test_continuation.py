@@ -84,17 +84,54 @@ def test_a_block_that_is_there_in_part_is_refused():
             pairs.check_gaps([[7] * 3, [NO_BLOCK] * num_gone + [7] * (6 - num_gone)])
 
 
-@pytest.mark.parametrize(("window", "size"), [(None, 64), (40, 16)])
-def test_the_pools_block_is_the_engines_only_if_a_layer_does_not_need_all(window, size):
-    layers = [LayerSpec(2, 8), LayerSpec(2, 8, window=window, table=1)]
-    made = Layout.of(
-        read_settings(block_tokens=64),
-        dtype="float32",
-        layers=layers,
-        engine_block_tokens=16,
-        rope="",
-        gives_back=True,
+def test_the_need_of_a_layer_is_its_tables_and_its_groups():
+    layers = [
+        LayerSpec(2, 8),
+        LayerSpec(2, 8, window=40, table=1),
+        LayerSpec.state(100, "f", table=2),
+    ]
+    settings = read_settings(block_tokens=64)
+    made = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=16, rope="")
+    for continuation in (
+        made.continuation,
+        made.namespace(settings, weights="w").continuation,
+    ):
+        assert continuation.needs == {1: 40, 2: 1}
+        assert continuation.states == {2}
+        assert continuation.is_exact
+        assert not continuation.needs_all
+    assert made.continuation.block_entries == {0: 4, 1: 4}
+    assert not Continuation(BLOCK, {SLIDING: 6}).is_exact, "the last token can be computed again"
+
+
+@given(
+    ends=st.sets(st.integers(1, 25)),
+    first_there=st.integers(0, 25),
+    end=st.integers(0, 100),
+    start_block=st.integers(0, 25),
+)
+def test_an_engine_goes_on_from_the_last_end_that_has_a_state(ends, first_there, end, start_block):
+    """A window too must be there before it; no other end will do."""
+    start = start_block * BLOCK
+    window = [NO_BLOCK] * first_there + [7] * (25 - first_there)
+    tables = [[7] * 25, window, {stop * BLOCK: 3 for stop in ends}]
+    can_go_on = (
+        stop * BLOCK
+        for stop in ends
+        if start < stop * BLOCK <= end and max(0, stop * BLOCK - 6) // BLOCK >= first_there
     )
-    assert made.block_tokens == size
-    assert made.continuation.needs == ({} if window is None else {1: window})
-    assert made.namespace(read_settings(), weights="w").needs == made.continuation.needs
+    exact = Continuation(BLOCK, EACH.needs, {0: 1, 1: 1}, frozenset({STATE}))
+    assert exact.usable_end(tables, end, start) == max(can_go_on, default=start)
+    exact.check_gaps(tables)
+
+
+def test_a_table_that_lacks_the_state_at_the_end_is_refused_with_those_that_it_has():
+    exact = Continuation(BLOCK, {2: 1, 3: 1}, states=frozenset({3, 2}))
+    exact.check_states([[], [], {9: 1}, {4: 1, 9: 2}], 9)
+    exact.check_states([[], [], {}, {}], 0)
+    with pytest.raises(
+        LayoutError, match=r"table 2 has no state after 8 .* has those after 4, 9\)"
+    ):
+        exact.check_states([[], [], {9: 1, 4: 2}, {}], 8)
+    with pytest.raises(LayoutError, match=r"table 3 has no state after 8 tokens \(it has none\)"):
+        exact.check_states([[], [], {8: 1}, {}], 8)

@@ -9,7 +9,8 @@ from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import Part
 from tests.support.kv import flat_layout
 
-FULL, MLA = LayerSpec(8, 128), LayerSpec(1, 576, value_dim=0, kind="mla", table=1)
+FULL, MLA = LayerSpec(8, 128), LayerSpec.latent(576, table=1)
+STATE = LayerSpec.state(4100, "bfloat16", table=1)
 
 
 def geometry_of(part, **changes):
@@ -44,20 +45,51 @@ def test_a_shard_has_some_of_the_heads_of_its_rank(shard, first_head):
     assert geometry_of(Part(1, 0), num_shards=4, tp_size=2, tp_rank=1).num_heads == 1
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2, 6])
-def test_a_page_in_pieces_has_as_many_bytes_as_its_layers_and_heads(num_pieces):
-    changes = {"layers": (FULL,) * 3, "block_tokens": 16, "page": "x", "num_shards": 2}
-    whole = geometry_of(Part(0, 1), tp_size=2, tp_rank=1, **changes)
-    split = geometry_of(Part(0, 1), tp_size=2, tp_rank=1, num_pieces=num_pieces, **changes)
-    assert (split.layers, split.heads) == (tuple(range(num_pieces)), slice(0, 1))
-    assert split.cache.cell_bytes * num_pieces == whole.payload_bytes(16) == split.payload_bytes(1)
+def test_a_state_is_one_cell_however_many_tokens_are_before_its_end():
+    changes = {"layers": (FULL, STATE, STATE), "engine_block_tokens": (16, None)}
+    state, full = (geometry_of(Part(group, 0), **changes) for group in (1, 0))
+    assert (state.layers, state.cache.table, state.cache.cell_bytes) == ((1, 2), 1, 4100)
+    assert (state.cache.entry_cells, state.heads) == (1, slice(0, 1))
+    assert [state.cache.num_cells(n) for n in (0, 1, 16, 64)] == [0, 1, 1, 1]
+    assert state.payload_bytes(1) == state.payload_bytes(64) == 2 * 4100
+    assert [state.cache.cells_before(n) for n in (0, 16, 48)] == [0, 0, 0], "all of it is needed"
+    assert [full.cache.cells_before(n) for n in (0, 16, 48)] == [0, 16, 48]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"page": "x", "block_tokens": 16}, {"layers": (FULL,), "page": None}],
-    ids=["layers that differ", "pages of layers that differ", "no pages"],
-)
-def test_what_is_in_pieces_is_pages_of_equal_layers(changes):
-    with pytest.raises(LayoutError, match="only pages of equal layers"):
-        geometry_of(Part(0, 0), num_pieces=2, **changes)
+def test_a_state_is_no_page_where_the_tokens_are_in_pages():
+    given = {"layers": (FULL, STATE), "block_tokens": 16, "engine_block_tokens": (16, None)}
+    page, state = (geometry_of(Part(group, 0), page="packed", **given) for group in (0, 1))
+    assert (page.cache.cells_before(16), page.payload_bytes(1)) == (1, 8 * 16 * 256 * 2)
+    assert (state.num_heads, state.payload_bytes(1)) == (1, 4100)
+
+
+def test_each_rank_has_its_part_of_a_state_or_all_of_one_that_is_whole():
+    part = LayerSpec.state(4100, "f", ranks=2, table=1)
+    whole = LayerSpec.state(90, "f", table=1, is_whole=True)
+    made = flat_layout(
+        dtype="bfloat16",
+        rope="",
+        layers=(FULL, part, whole),
+        block_tokens=64,
+        engine_block_tokens=16,
+        num_shards=2,
+        tp_rank=1,
+        tp_size=2,
+    )
+    assert made.owned_parts == (Part(0, 1), Part(1, 1), Part(2, 0))
+    assert [made.payload_bytes(of, 64) for of in made.owned_parts[1:]] == [4100, 90]
+
+
+def test_only_tables_of_tokens_have_entries_of_so_many_tokens():
+    made = flat_layout(
+        dtype="bfloat16",
+        rope="",
+        layers=(FULL, STATE),
+        block_tokens=64,
+        engine_block_tokens=16,
+    ).geometry
+    assert (made.tables, made.common_tokens) == ((16, None), 16)
+    assert (made.block_entries(0), made.num_entries(0, 17)) == (4, 2)
+    for ask in (made.block_entries, lambda table: made.num_entries(table, 17)):
+        with pytest.raises(LayoutError, match="block table 1 is of states"):
+            ask(1)

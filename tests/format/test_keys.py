@@ -258,6 +258,16 @@ def test_another_format_is_told_to_be_another_version_of_pdstore():
     )
 
 
+def test_blocks_and_states_that_differ_are_told_with_what_decides_them():
+    ours = Namespace({"block_tokens": 128, "form": [None, "conv, SD"]}, PARTS, 128)
+    theirs = Namespace({"block_tokens": 256, "form": [None, "conv, DS"]}, PARTS, 256)
+    blocks, form = ours.differences(theirs.described)
+    assert blocks.startswith("block_tokens: 256 there, 128 here (PDSTORE_BLOCK_TOKENS; ")
+    assert "the TP size, the dtypes and speculation decide: make them equal" in blocks
+    assert form.startswith('form: 1 x null, 1 x "conv, DS" there, 1 x null, 1 x "conv, SD" here (')
+    assert "give both engines the same version, dtypes and kernels" in form
+
+
 @pytest.mark.parametrize(
     "bad", ["", "0" * 31, "A" * 32, "0" * 33, "../" + "0" * 29, "0" * 32 + "\n"]
 )

@@ -15,8 +15,9 @@ from tests.support.kv import flat_layout
 
 SETTINGS = read_settings(block_tokens=64)
 FULL = LayerSpec(8, 128)
-SLIDING = LayerSpec(4, 64, kind="sliding", window=1024)
-MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
+SLIDING = LayerSpec(4, 64, window=1024)
+MLA = LayerSpec.latent(576)
+STATE = LayerSpec.state(4100, "f", ranks=2, table=1)
 
 
 def layout(**changes) -> Layout:
@@ -51,6 +52,27 @@ def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
             "8 KV heads do not split into 3 shards: PDSTORE_KV_SHARDS and the TP size must",
         ),
         ({"tp_rank": 1}, "rank 1"),
+        (
+            {"layers": (FULL, STATE), "num_shards": 4, "tp_size": 4},
+            "states of 2 ranks do not split into 4 shards, .*: give P and D the same TP size, and",
+        ),
+        (
+            {"layers": (FULL, STATE), "num_shards": 2},
+            "one of 1 ranks holds several of 2 parts of a state, .*: do not set PDSTORE_KV_SHARDS",
+        ),
+        (
+            {"layers": (FULL, dataclasses.replace(STATE, table=0)), "num_shards": 2, "tp_size": 2},
+            "either states or the KV of tokens: give the layers with states a table of their own",
+        ),
+        (
+            {
+                "layers": (FULL, STATE),
+                "num_shards": 2,
+                "tp_size": 2,
+                "engine_block_tokens": (16, 16),
+            },
+            r"\[16, 16\] tokens: give None for each of the block tables \[1\]",
+        ),
         ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
         ({"pipeline": Pipeline((0, 0, 1), 0)}, "PDSTORE_LAYER_RANGES=2"),
     ],
@@ -76,6 +98,46 @@ def test_the_number_of_ranges_follows_from_the_size_of_a_block(num_layers, num_r
         SETTINGS, dtype="bfloat16", layers=[spec] * num_layers, engine_block_tokens=16, rope=""
     )
     assert made.identity.num_ranges == num_ranges
+
+
+@pytest.mark.parametrize(
+    ("boundary_tokens", "size"), [(None, 64), (16, 16), (128, 128)], ids=["none", "16", "128"]
+)
+def test_a_stored_block_is_as_long_as_the_engine_keeps_states_apart(boundary_tokens, size):
+    """A prompt's last state, the only one that some engines keep, asks for no length of blocks."""
+    made = Layout.of(
+        SETTINGS,
+        dtype="bfloat16",
+        layers=[LayerSpec.state(4100, "f"), LayerSpec(8, 128, table=1)],
+        engine_block_tokens=16,
+        rope="",
+        boundary_tokens=boundary_tokens,
+    )
+    assert made.block_tokens == size
+    assert made.geometry.tables == (None, 16)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(24, False), (32, True)])
+def test_states_are_kept_where_engine_blocks_end(tokens, fits):
+    given = {"dtype": "bfloat16", "layers": [FULL, LayerSpec.state(4100, "f", table=1)], "rope": ""}
+    sizes = {"engine_block_tokens": 16, "boundary_tokens": tokens}
+    if fits:
+        assert Layout.of(SETTINGS, **given, **sizes).block_tokens == tokens
+    else:
+        with pytest.raises(
+            LayoutError, match=r"\[16\] tokens do not make up the 24 tokens between"
+        ):
+            Layout.of(SETTINGS, **given, **sizes)
+
+
+def test_a_state_makes_no_more_layer_ranges():
+    """It is stored once for many blocks, which are what P stores while it computes."""
+    layers = [LayerSpec(8, 64), LayerSpec.state(100 << 20, "f", table=1)] * 4
+    made = Layout.of(
+        SETTINGS, dtype="bfloat16", layers=layers, engine_block_tokens=16, rope=""
+    ).identity
+    assert made.num_ranges == 1
+    assert made.block_bytes == 4 * 64 * 8 * 128 * 2
 
 
 @pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")

@@ -14,11 +14,16 @@ from pdstore.format.identity import LayerSpec
 from pdstore.format.layout import Layout, Pipeline
 from pdstore.settings import read_settings
 
-PINNED = json.loads((Path(__file__).parent / "vectors" / "namespaces.json").read_text())
+VECTORS = Path(__file__).parent / "vectors"
+PINNED = {
+    **json.loads((VECTORS / "namespaces.json").read_text()),
+    **json.loads((VECTORS / "namespaces_with_states.json").read_text()),
+}
 FULL = LayerSpec(8, 128)
 OTHER_VALUES = LayerSpec(8, 192, value_dim=128)
-SLIDING = LayerSpec(4, 64, kind="sliding", window=1024, table=1)
-MLA = LayerSpec(1, 576, value_dim=0, kind="mla")
+SLIDING = LayerSpec(4, 64, window=1024, table=1)
+MLA = LayerSpec.latent(576)
+CONV, SSM = (LayerSpec.state(4100, form, table=2) for form in ("conv, bfloat16", "ssm, float32"))
 ROPE = '{"rope_theta": 10000.0}'
 
 LAYOUTS = {
@@ -28,8 +33,8 @@ LAYOUTS = {
     "full in stages": {"layers": [FULL] * 40, "pipeline": Pipeline((0,) * 20 + (1,) * 20, 1)},
     "mla": {"layers": [MLA] * 61, "rope": ROPE, "quantization": '["fp8", "auto"]'},
     "mla on several ranks": {"layers": [MLA] * 27, "tp_size": 8, "tp_rank": 3},
-    "windows": {"layers": [FULL, SLIDING] * 3, "gives_back": True},
-    "windows only": {"layers": [LayerSpec(4, 64, kind="sliding", window=4096)] * 8},
+    "windows": {"layers": [FULL, SLIDING] * 3, "boundary_tokens": 16},
+    "windows only": {"layers": [LayerSpec(4, 64, window=4096)] * 8},
     "drafts": {"layers": [FULL] * 5, "draft_layers": 1},
     "drafts with MLA": {"layers": [FULL, FULL, MLA], "draft_layers": 1},
     "images": {"layers": [FULL] * 2, "items": "name, sha256"},
@@ -38,10 +43,28 @@ LAYOUTS = {
     "pages of a CPU, with windows": {
         "layers": [FULL, SLIDING],
         "page": "vllm-cpu:vec16",
-        "gives_back": True,
+        "boundary_tokens": 16,
     },
     "host pages": {"layers": [FULL] * 28, "page": "sglang:page_first"},
     "host pages of MLA": {"layers": [MLA] * 61, "page": "sglang:layer_first"},
+    "states": {"layers": [CONV, SSM, FULL] * 2, "boundary_tokens": 128},
+    "states of which only the last is kept": {"layers": [FULL, CONV]},
+    "states beside windows": {"layers": [CONV, FULL, SLIDING], "boundary_tokens": 16},
+    "states beside MLA": {"layers": [MLA, CONV] * 2, "boundary_tokens": 128},
+    "replicated states": {
+        "layers": [FULL, LayerSpec.state(4100, "f", table=1, is_whole=True)],
+        "tp_size": 2,
+    },
+    "states in shards": {
+        "layers": [FULL, LayerSpec.state(4100, "f", ranks=2, table=1)],
+        "tp_size": 2,
+        "tp_rank": 1,
+    },
+    "states beside pages of a CPU": {
+        "layers": [FULL, CONV],
+        "page": "vllm-cpu:vec16",
+        "boundary_tokens": 16,
+    },
 }
 SETTINGS = {
     "a salt": {"salt": "secret"},
@@ -64,6 +87,7 @@ def pinned_of(layout: dict, given: dict) -> dict:
         "block_tokens": made.block_tokens,
         "num_shards": made.num_shards,
         "windows": {str(group): tokens for group, tokens in made.needs.items()},
+        **({"states": sorted(made.states)} if made.states else {}),
     }
 
 
@@ -81,6 +105,25 @@ def test_a_namespace_is_what_it_always_was(name):
 def test_stages_and_ranks_that_each_hold_all_of_mla_are_no_part_of_a_namespace():
     assert pinned_of({"layers": [FULL] * 40}, {})["hex"] == PINNED["full in stages"]["hex"]
     assert pinned_of({"layers": [MLA] * 27}, {})["hex"] == PINNED["mla on several ranks"]["hex"]
+
+
+def test_a_layout_without_states_has_no_field_for_them():
+    for name, pinned in PINNED.items():
+        assert ("form" in pinned["described"]) == ("states" in name)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LayerSpec.state(4100, "conv, float16", table=2),
+        LayerSpec.state(4104, "conv, bfloat16", table=2),
+        LayerSpec(1, 4100, value_dim=0, table=2, is_whole=True),
+    ],
+    ids=["another form", "another size", "no state"],
+)
+def test_what_a_states_bytes_are_is_part_of_the_namespace(other):
+    one, two = (pinned_of({"layers": [FULL, spec]}, {})["hex"] for spec in (CONV, other))
+    assert one != two
 
 
 def test_no_two_pinned_namespaces_are_one():

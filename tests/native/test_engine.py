@@ -123,7 +123,7 @@ def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
 def test_engines_of_two_layouts_share_nothing(library, device):
     """No table or buffer is the process's: one engine's copies do not show in another's."""
     benches = [SwapBench(library, device, CopyPath.STAGE, size) for size in (1000, 300_000)]
-    other = layout_of(layers=(LayerSpec(1, 48, value_dim=0, kind="mla"),) * 7)
+    other = layout_of(layers=(LayerSpec.latent(48),) * 7)
     case = Case.of(other, 40, device, **{**PLAIN, "pad": 3, "offset": 1})
     swap = NativeSwap(library, other, case.caches, path=CopyPath.STAGE)
     host = host_memory(case.host_bytes(8), device)

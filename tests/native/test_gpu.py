@@ -223,7 +223,7 @@ def test_layers_more_than_2_gib_apart_are_copied_right(library, path, odd):
     layout = layout_of(
         dtype="uint8",
         rope="",
-        layers=(LayerSpec(1, 65536, value_dim=0, kind="mla"),) * 3,
+        layers=(LayerSpec.latent(65536),) * 3,
         block_tokens=1,
         engine_block_tokens=1,
     )

@@ -37,22 +37,38 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small copies, in every split; two tables of equal or other blocks."""
+    """Up to 18 regions of small copies, in every split; two tables of equal or other blocks.
+
+    And states, in a table of their own: one that all ranks hold, and one that they share out.
+    """
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     more = draw(st.sampled_from([1, 2, 4]))
     heads = draw(st.sampled_from([1, 2, 4]))
     specs = [
         LayerSpec(heads, draw(st.integers(1, 40)), value_dim=draw(st.integers(1, 40))),
-        LayerSpec(1, draw(st.integers(1, 90)), value_dim=0, kind="mla", table=1),
+        LayerSpec.latent(draw(st.integers(1, 90)), table=1),
     ]
+    shards = draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0]))
     layers = draw(st.lists(st.sampled_from(specs), min_size=1, max_size=9))
+    tables = 1 + max(spec.table for spec in layers)
+    states = [
+        LayerSpec.state(draw(st.integers(1, 300)), "a", ranks=shards, table=tables),
+        LayerSpec.state(draw(st.integers(1, 300)), "b", table=tables, is_whole=True),
+    ]
+    layers += draw(st.lists(st.sampled_from(states), max_size=4))
+    tp_size = shards if states[0] in layers else 1
     return layout_of(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
         rope="",
         layers=tuple(layers),
         block_tokens=engine * more * draw(st.sampled_from([1, 2, 4])),
-        engine_block_tokens=(engine, engine * more)[: 1 + max(spec.table for spec in layers)],
-        num_shards=draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0])),
+        engine_block_tokens=(
+            *(engine, engine * more)[:tables],
+            *([None] if any(spec.is_state for spec in layers) else []),
+        ),
+        num_shards=shards,
+        tp_size=tp_size,
+        tp_rank=draw(st.integers(0, tp_size - 1)),
     )
 
 
@@ -78,7 +94,7 @@ def wide_layouts(draw) -> Layout:
     return layout_of(
         dtype="uint8",
         rope="",
-        layers=(LayerSpec(1, width, value_dim=0, kind="mla"),) * draw(st.integers(1, 3)),
+        layers=(LayerSpec.latent(width),) * draw(st.integers(1, 3)),
         block_tokens=tokens,
         engine_block_tokens=tokens,
     )
@@ -88,7 +104,9 @@ def check_parity(library, device, data, layout, most_blocks) -> None:
     shape = data.draw(SHAPES)
     num_blocks = data.draw(st.integers(most_blocks // 2, most_blocks))
     case = Case.of(layout, num_blocks, device, **shape)
-    least = min(layout.geometry.tables)  # larger engine blocks need only the first ids
+    least = min(
+        filter(None, layout.geometry.tables)
+    )  # larger engine blocks need only the first ids
     per_block = layout.block_tokens // least
     num_tokens = data.draw(st.integers(1, layout.block_tokens))
     used = -(-num_tokens // least)
@@ -147,7 +165,7 @@ def test_every_byte_of_pieces_of_every_small_length_is_copied(library, device, p
     for width in range(1, 68):
         layout = layout_of(
             dtype="uint8",
-            layers=(LayerSpec(1, width, value_dim=0, kind="mla"),) * 2,
+            layers=(LayerSpec.latent(width),) * 2,
             block_tokens=1,
             engine_block_tokens=1,
         )

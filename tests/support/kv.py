@@ -44,12 +44,19 @@ def caches_of(
 ) -> list:
     """Returns a cache for each held layer, random or `fill`: [block, token, head, channel].
 
+    Of a layer with states: [entry, 1, 1, byte], of int8, with a gap behind each entry.
     num_blocks: for each block table, or a single number for all of them.
     """
     caches = []
     for n, cells in layout.geometry.caches.items():
-        channels = layout.identity.layers[n].channels
+        spec = layout.identity.layers[n]
+        channels = spec.channels
         count = num_blocks if isinstance(num_blocks, int) else num_blocks[cells.table]
+        if spec.is_state:
+            entries = torch.randint(-128, 128, (count, 1, 1, channels + 24), dtype=torch.int8)
+            entries = entries if fill is None else entries.fill_(int(fill))
+            caches.append(entries[..., :channels])
+            continue
         shape = (count, cells.entry_tokens, cells.num_heads, channels)
         dtype = getattr(torch, layout.identity.dtype)
         cache = torch.randn(shape) if fill is None else torch.full(shape, fill)
@@ -80,6 +87,7 @@ class Instance:
         lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
         rank: tuple[int, int] = (0, 1),
         page: str | None = None,
+        boundary_tokens: int | None = None,
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -93,6 +101,7 @@ class Instance:
             tp_rank=rank[0],
             tp_size=rank[1],
             page=page,
+            boundary_tokens=boundary_tokens,
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, num_blocks, fill)

@@ -67,16 +67,24 @@ class Machine:
     order of KVPool's deadlines. All ways meet the same prompts.
 
     jitter: relative deviation of each step and of each load.
+    state_tokens: the tokens whose KV has as many bytes as the state that each load brings as well,
+      if layers keep states; a part of a prompt is not loaded then.
     """
 
-    def __init__(self, way: Way, store: Store, jitter: float, seed: int = 0) -> None:
+    def __init__(
+        self, way: Way, store: Store, jitter: float, seed: int = 0, state_tokens: int = 0
+    ) -> None:
         self._now_s = 0.0
         self._store, self._jitter = store, jitter
         self._chance, self._of_prompts = random.Random(seed), random.Random(seed)
         self._seed = seed
         self._times = PromptTimes(
-            "auto" if way == "auto" else "never", 64, clock=lambda: self._now_s
+            "auto" if way == "auto" else "never",
+            64,
+            may_split=not state_tokens,
+            clock=lambda: self._now_s,
         )
+        self._state_tokens = state_tokens
         self._loads_all = way == "always"
         self._is_cold = True
         self._loads: list[Prompt] = []
@@ -125,7 +133,7 @@ class Machine:
         prompt = Prompt(number, num_tokens, self._now_s, counts)
         prompt.end = found if self._loads_all else decided.num_tokens
         if prompt.end:
-            prompt.left = prompt.end * self._factor()
+            prompt.left = (prompt.end + self._state_tokens) * self._factor()
             prompt.begins_at = self._now_s + self._store.latency_s + COLD_S * self._is_cold
             self._loads.append(prompt)
         else:
@@ -191,13 +199,20 @@ class Machine:
 NUM_SEEDS, NUM_LEARNING, NUM_REQUESTS = 4, 256, 384
 
 
-def p99_of(way: Way, store: Store, at_once: int, lengths: Sequence[int], jitter: float) -> float:
+def p99_of(
+    way: Way,
+    store: Store,
+    at_once: int,
+    lengths: Sequence[int],
+    jitter: float,
+    state_tokens: int = 0,
+) -> float:
     """Returns the p99 of the seconds to the first token over four seeds.
 
     The first 256 requests, in which `auto` learns, do not count.
     """
     took: list[float] = []
     for seed in range(NUM_SEEDS):
-        machine = Machine(way, store, jitter, seed)
+        machine = Machine(way, store, jitter, seed, state_tokens)
         took += machine.run(at_once, lengths, NUM_REQUESTS, first=NUM_LEARNING)
     return sorted(took)[math.ceil(0.99 * len(took)) - 1]

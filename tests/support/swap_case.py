@@ -40,9 +40,16 @@ class Case:
     @classmethod
     def of(cls, layout, num_blocks, device, *, split, heads_outer, pad, offset, seed=0) -> Case:
         shapes = []
+        states = []
         at = offset
+        itemsize = layout.identity.itemsize
         for n, cells in layout.geometry.caches.items():
             spec = layout.identity.layers[n]
+            if spec.is_state:  # of any length in bytes, and with a gap behind it
+                row = -(-spec.channels // itemsize) + pad
+                states.append((n, at * itemsize, row * itemsize, spec.channels))
+                at += num_blocks * row
+                continue
             widths = [spec.head_dim, spec.channels - spec.head_dim] if split else [spec.channels]
             for width in filter(None, widths):
                 heads, tokens = cells.num_heads, cells.entry_tokens
@@ -55,22 +62,30 @@ class Case:
                 shapes.append((n, at, (num_blocks, tokens, heads, width), strides))
                 at += num_blocks * strides[0] + pad
         generator = torch.Generator().manual_seed(seed)
-        bytes_ = torch.randint(0, 256, (at * layout.identity.itemsize,), generator=generator)
+        bytes_ = torch.randint(0, 256, (at * itemsize,), generator=generator)
         buffer = bytes_.to(torch.uint8).to(device)
         flat = buffer.view(getattr(torch, layout.identity.dtype))
         layers: list[list[torch.Tensor]] = [[] for _ in layout.geometry.caches]
         for n, start, shape, strides in shapes:
             layers[n].append(torch.as_strided(flat, shape, strides, start))
+        for n, start, stride, width in states:
+            layers[n].append(torch.as_strided(buffer, (num_blocks, width), (stride, 1), start))
         caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
         return cls(layout, num_blocks, buffer, caches)
 
     def copies(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):
-        """Returns a copy per part and pool block, each with a guard around its payload."""
+        """Returns a copy per part and pool block, each with a guard around its payload.
+
+        The state at a block's end is in the first of its engine blocks.
+        """
         copies, at = [], GUARD
         for ids in ids_of_blocks:
             for part in parts or self.layout.owned_parts:
                 size = self.layout.payload_bytes(part, num_tokens)
-                copies.append(BlockCopy(part, ids, num_tokens, first_token, host[at : at + size]))
+                cache = self.layout.geometry.parts[part].cache
+                used = ids if cache.cell_tokens else ids[:1]
+                cells, before = cache.num_cells(num_tokens), cache.cells_before(first_token)
+                copies.append(BlockCopy(part, used, cells, before, host[at : at + size]))
                 at += size + GUARD
         return copies
 

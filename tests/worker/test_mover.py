@@ -59,7 +59,7 @@ def test_a_damaged_value_is_a_miss_is_removed_and_heals(p, d, store, block, dama
 
 
 def test_swapped_values_are_misses(instance, store):
-    layers = (LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64))
+    layers = (LayerSpec(2, 8), LayerSpec(2, 8, window=64))
     p, d = (instance(fill=f, kv_shards=2, layers=layers) for f in (None, POISON))
     save(p, range(128))
     values = raw(p, p.cache.keys(range(128)))

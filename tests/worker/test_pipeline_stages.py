@@ -14,7 +14,7 @@ from pdstore.format.plan import SavePlan
 from tests.support.kv import POISON, eventually
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS
 
-LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec(1, 24, value_dim=0, kind="mla")) * 2
+LAYERS = (LayerSpec(2, 8), LayerSpec(2, 8), LayerSpec.latent(24)) * 2
 NUM_TOKENS = 200
 KEPT = {"layer_ranges": 2, "layers": LAYERS}
 

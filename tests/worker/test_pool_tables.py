@@ -15,7 +15,7 @@ from tests.support.kv import POISON, caches_of, settings_of
 
 WINDOW, BLOCK = 40, 16
 FULL = LayerSpec(2, 8)
-SLIDING = LayerSpec(2, 8, kind="sliding", window=WINDOW, table=1)
+SLIDING = LayerSpec(2, 8, window=WINDOW, table=1)
 FULL_IDS, SLIDING_IDS = list(range(20, 40)), list(range(40, 60))
 
 
@@ -165,6 +165,6 @@ def test_the_pools_block_is_the_engines_where_blocks_behind_a_window_are_given_b
         layers=[FULL, SLIDING],
         engine_block_tokens=BLOCK,
         rope="",
-        gives_back=True,
+        boundary_tokens=16,
     )
     assert layout.block_tokens == BLOCK

@@ -229,7 +229,7 @@ def test_a_handoff_that_fails_in_any_way_is_not_waited_for(store, instance, why)
 )
 def test_two_ranks_mark_their_own_shards_only(instance, store):
     """An MLA group is every rank's; the hand-off is over when the slower rank has said so."""
-    layers = (LayerSpec(1, 24, value_dim=0, kind="mla"), LayerSpec(2, 8))
+    layers = (LayerSpec.latent(24), LayerSpec(2, 8))
     first, second = (instance(layers=layers, kv_shards=2, rank=(n, 2)) for n in range(2))
     keys, namespace = first.cache.keys(range(100)), first.namespace
     attempt, params = first.cache.announce(keys)

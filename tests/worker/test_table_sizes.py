@@ -16,8 +16,8 @@ from pdstore.format.layout import Layout, Pipeline
 from pdstore.store import open_store
 from tests.support.kv import POISON, Instance, caches_of, flat_layout, settings_of
 
-FULL, MLA = LayerSpec(2, 8), LayerSpec(1, 24, value_dim=0, kind="mla", table=1)
-SLIDING = LayerSpec(2, 8, kind="sliding", window=80, table=1)
+FULL, MLA = LayerSpec(2, 8), LayerSpec.latent(24, table=1)
+SLIDING = LayerSpec(2, 8, window=80, table=1)
 LAYERS = [FULL, MLA, LayerSpec(4, 4, table=1), FULL]
 P_SIZES, D_SIZES = (16, 32), (64, 8)
 """Tokens of an engine block in each of the two block tables, on P and on D."""
@@ -165,5 +165,5 @@ def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(LayoutError, match="must be a multiple of the engine's block of 48 tokens"):
         layout_with((16, 48))
     with pytest.raises(LayoutError, match="those that windows give back must have 32"):
-        layout_with((32, 16), [FULL, SLIDING], gives_back=True)
-    assert layout_with((16, 32), [FULL, SLIDING], gives_back=True).block_tokens == 32
+        layout_with((32, 16), [FULL, SLIDING], boundary_tokens=32)
+    assert layout_with((16, 32), [FULL, SLIDING], boundary_tokens=32).block_tokens == 32

@@ -56,6 +56,26 @@ def test_a_value_that_just_fits_is_taken_and_its_envelope_counts(tmp_path):
             check_values_fit(store, layout.geometry)
 
 
+def test_a_state_that_is_too_long_is_no_reason_for_shorter_blocks():
+    layers = (LayerSpec.state(2 * BLOCK_BYTES, "f", table=1), *LAYERS) * 2
+    layout = Layout.of(
+        settings_of(), dtype="float32", layers=layers, engine_block_tokens=16, rope=""
+    )
+    check_values_fit(Limited(HEADER_BYTES + 4 * BLOCK_BYTES), layout.geometry)
+    with pytest.raises(ConfigError, match="the states of less than 2 layers together") as caught:
+        check_values_fit(Limited(HEADER_BYTES + 4 * BLOCK_BYTES - 1), layout.geometry)
+    assert "a larger PDSTORE_LAYER_RANGES, the same for P and D" in str(caught.value)
+    assert "PDSTORE_BLOCK_TOKENS" not in str(caught.value)
+    two = Layout.of(
+        settings_of(layer_ranges=2),
+        dtype="float32",
+        layers=layers,
+        engine_block_tokens=16,
+        rope="",
+    )
+    check_values_fit(Limited(HEADER_BYTES + 4 * BLOCK_BYTES - 1), two.geometry)
+
+
 @pytest.fixture
 def undo():
     with contextlib.ExitStack() as undo:
@@ -71,7 +91,7 @@ def mover_over(store, undo, layers=LAYERS, metrics=None, **changes):
 
 
 def test_staging_that_cannot_hold_all_parts_of_a_block_is_refused(undo):
-    layers = tuple(LayerSpec(2, 8, window=64 + n, kind="sliding") for n in range(12))
+    layers = tuple(LayerSpec(2, 8, window=64 + n) for n in range(12))
     with pytest.raises(LayoutError, match="12 parts on this rank"):
         mover_over(
             open_store("memory://", settings_of()), undo, layers=layers, staging=f"{16 * 12}KiB"

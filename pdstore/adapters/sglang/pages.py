@@ -19,6 +19,7 @@ import torch
 
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.geometry import Geometry, PartGeometry
 from pdstore.format.identity import Identity, LayerSpec
 from pdstore.format.keys import HASH_BYTES, SHAPING, PromptKeys, canonical, shaping
 from pdstore.format.layout import Layout
@@ -235,7 +236,7 @@ class HostPages:
         if kind == _MLA:  # every rank has all latents, and only one rank saves them
             tp_rank = 0
             tp_size = 1
-            layer = LayerSpec(1, pool.kv_cache_dim, value_dim=0, kind="mla")
+            layer = LayerSpec.latent(pool.kv_cache_dim)
         else:
             layer = LayerSpec(pool.head_num * tp_size, pool.head_dim)
         halves = [pool.kv_buffer] if kind == _MLA else list(pool.kv_buffer)
@@ -252,8 +253,8 @@ class HostPages:
             page=f"sglang:{pool.layout}",  # its name for the order of bytes in a page
             num_shards=tp_size,
         )
-        layout = Layout(identity, pool.page_size, tp_rank, tp_size, num_pieces=len(caches))
-        return cls(layout, caches)
+        by_layer = Layout(identity, pool.page_size, tp_rank, tp_size)
+        return cls(replace(by_layer, given=_in_pieces(by_layer, len(caches))), caches)
 
     def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
         """Returns the pages' numbers. host_indices: the index of each of their tokens, in order.
@@ -266,6 +267,24 @@ class HostPages:
             raise LayoutError(f"{len(host_indices)} tokens are not {num_pages} pages of {tokens}")
         numbers: list[int] = (firsts // tokens).tolist()
         return numbers
+
+
+def _in_pieces(layout: Layout, num_pieces: int) -> Geometry:
+    """Returns what lies where in host pages that are equal pieces, one in each of several tensors.
+
+    A payload is then the page as it lies in memory, with all layers and heads of this rank, piece
+    after piece: so all layers are equal, in one layer range and one shard of this rank.
+    """
+    [(part, whole)] = layout.geometry.parts.items()
+    piece = replace(
+        whole.cache,
+        cell_bytes=whole.payload_bytes(layout.block_tokens) // num_pieces,
+        num_heads=1,
+        dtype=None,
+    )
+    caches = dict.fromkeys(range(num_pieces), piece)
+    parts = {part: PartGeometry(tuple(caches), piece, 0, 1)}
+    return Geometry(layout.block_tokens, layout.geometry.tables, caches, parts)
 
 
 class PagePool:

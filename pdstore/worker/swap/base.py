@@ -171,8 +171,7 @@ def caches_as_bytes(geometry: Geometry, kv_caches: Sequence[LayerCache]) -> Byte
     """Views a rank's cache tensors as bytes. Raises LayoutError if they do not fit the geometry."""
     held = geometry.caches
     if len(kv_caches) != len(held):
-        what = "layers" if all(cache.dtype for cache in held.values()) else "pieces"
-        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} {what}")
+        raise LayoutError(f"{len(kv_caches)} cache tensors for {len(held)} caches of the layout")
     views = {
         number: _as_bytes(number, cells, cache)
         for (number, cells), cache in zip(held.items(), kv_caches, strict=True)
@@ -190,8 +189,8 @@ def caches_as_bytes(geometry: Geometry, kv_caches: Sequence[LayerCache]) -> Byte
 
 def _as_bytes(number: int, cells: CacheGeometry, cache: LayerCache) -> tuple[torch.Tensor, ...]:
     """Checks the tensors of one cache against its geometry and views them as bytes."""
-    if cells.dtype is None:
-        return (_piece_as_cell(number, cells, cache),)
+    if cells.dtype is None or cells.cell_tokens is None:
+        return (_block_as_cell(number, cells, cache),)
     tensors = cache if isinstance(cache, tuple) else (cache,)
     dtype = getattr(torch, cells.dtype)
     expected = (cells.entry_tokens, cells.num_heads)
@@ -221,15 +220,15 @@ def _page_as_cell(number: int, cache: LayerCache) -> torch.Tensor:
     return cache.as_strided((blocks, 1, heads, tokens * channels), strides)
 
 
-def _piece_as_cell(piece: int, cells: CacheGeometry, cache: LayerCache) -> torch.Tensor:
-    """Checks a tensor with the same piece of all pages, and views it as [pages, 1, 1, bytes]."""
-    if isinstance(cache, tuple) or not cache.is_contiguous():
-        raise LayoutError(f"piece {piece}: its bytes of all pages must be contiguous")
+def _block_as_cell(number: int, cells: CacheGeometry, cache: LayerCache) -> torch.Tensor:
+    """Views a cache as [blocks, 1, 1, bytes of a block]; there may be gaps between its blocks."""
+    if isinstance(cache, tuple) or not cache[0].is_contiguous():
+        raise LayoutError(f"cache {number}: the bytes of each block must be contiguous")
     if cache[0].nbytes != cells.cell_bytes:
         raise LayoutError(
-            f"piece {piece}: {cache[0].nbytes} bytes a page, expected {cells.cell_bytes}"
+            f"cache {number}: {cache[0].nbytes} bytes a block, expected {cells.cell_bytes}"
         )
-    return cache.view(torch.uint8).view(len(cache), 1, 1, cells.cell_bytes)
+    return cache.flatten(1).view(torch.uint8)[:, None, None]
 
 
 class TorchSwap(Swap):
@@ -238,7 +237,8 @@ class TorchSwap(Swap):
     kv_caches: for each layer one tensor [blocks, tokens of an engine block, local KV heads,
       channels] or a pair (K, V) of such tensors. The channels of a single tensor are K and then V;
       for MLA they are the latent. The last stride must be 1; the other strides may have any value.
-      With `Layout.num_pieces`: a contiguous tensor [blocks, ...] for each piece.
+      For a layer with states, and for each cache of a layout with `given` geometry: a tensor
+      [blocks, ...] of any type, with the bytes of each block contiguous.
     Raises LayoutError for a tensor that does not fit the layout.
     """
 

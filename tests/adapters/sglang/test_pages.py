@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import urllib.request
 
@@ -89,6 +90,22 @@ def test_a_host_pool_of_another_kind_or_layout_is_refused():
 def test_tokens_that_are_no_whole_pages_are_refused(indices, count):
     with pytest.raises(LayoutError, match=f"not {count} pages of 64"):
         pages_of(wheel.mha_pool()).numbers(indices, count)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_a_page_is_stored_as_the_pieces_that_lie_together_in_the_host_pool(layout):
+    pages = pages_of(wheel.mha_pool(layout=layout), rank=1, size=2)
+    geometry, [part] = pages.layout.geometry, pages.layout.owned_parts
+    piece = geometry.caches[0]
+    assert (
+        len(pages.caches) == len(geometry.caches) == {"layer_first": 2 * 3, "page_first": 2}[layout]
+    )
+    assert piece.cell_bytes == pages.caches[0].shape[1]
+    assert (piece.cell_tokens, piece.entry_cells, geometry.tables) == (64, 1, (64,))
+    assert geometry.parts[part].heads == slice(0, 1)
+    of_layers = dataclasses.replace(pages.layout, given=None)
+    for num_tokens in (1, 64):
+        assert pages.layout.payload_bytes(part, num_tokens) == of_layers.payload_bytes(part, 64)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from pdstore.adapters.vllm.describe import joined
+from pdstore.adapters.vllm.layers import joined
 from pdstore.errors import LayoutError
 from pdstore.format.identity import LayerSpec
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, prefill
@@ -17,7 +17,7 @@ from tests.support.kv import eventually
 from tests.support.redis_gate import SAVE, Gate
 
 LONG = 900  # several steps, and a tail
-FULL, SLIDING = LayerSpec(2, 8), LayerSpec(2, 8, kind="sliding", window=64, table=1)
+FULL, SLIDING = LayerSpec(2, 8), LayerSpec(2, 8, window=64, table=1)
 
 
 def named(spec, *numbers):

@@ -10,7 +10,7 @@ from pdstore.format.identity import LayerSpec
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import TorchSwap, caches_as_bytes
 from pdstore.worker.swap.native import NativeSwap
-from tests.support.kv import caches_of, flat_layout, settings_of
+from tests.support.kv import caches_of, settings_of
 from tests.worker.swap.test_torch import layout_of
 
 
@@ -41,32 +41,39 @@ def test_a_page_of_one_head_is_one_cell():
         assert cells.data_ptr() == cache.data_ptr()
 
 
+def test_states_are_the_bytes_of_a_tensor_of_any_type_with_gaps_or_without():
+    layout = layout_of(layers=(LayerSpec.state(2048, "f"),) * 3)
+    padded = torch.zeros(4, 3000, dtype=torch.int8)
+    caches = [
+        torch.zeros(4, 8, 64, dtype=torch.float32),
+        padded[:, None, None, 100:2148],
+        torch.zeros(4, 1024, dtype=torch.bfloat16),
+    ]
+    viewed = caches_as_bytes(layout.geometry, caches).tensors.values()
+    assert [cell.shape for [cell] in viewed] == [(4, 1, 1, 2048)] * 3
+    assert [cell.stride(0) for [cell] in viewed] == [2048, 3000, 2048]
+    assert [cell.data_ptr() for [cell] in viewed] == [cache.data_ptr() for cache in caches]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda c: c[:1], "1 cache tensors for 2 pieces"),
-        (lambda c: [c[0], c[1][:, 1:]], "piece 1: .* contiguous"),
-        (lambda c: [c[0], c[1][:, 1:].clone()], "piece 1: 2047 bytes a page, expected 2048"),
-        (lambda c: [(c[0], c[0]), c[1]], "piece 0"),
+        (lambda c: c[:1], "1 cache tensors for 2"),
+        (
+            lambda c: [c[0], torch.zeros(4, 4096, dtype=torch.uint8)[:, ::2]],
+            "cache 1: .* contiguous",
+        ),
+        (lambda c: [c[0], c[1][:, 1:]], "cache 1: 2047 bytes a block, expected 2048"),
+        (lambda c: [(c[0], c[0]), c[1]], "cache 0"),
         (lambda c: [c[0], c[1][:3]], "same number of blocks"),
     ],
 )
-def test_pieces_that_do_not_fit_are_refused(change, word):
-    layout = flat_layout(
-        dtype="float32",
-        layers=(LayerSpec(2, 16),) * 4,
-        block_tokens=4,
-        engine_block_tokens=4,
-        rope="",
-        page="packed",
-        num_pieces=2,
-    )
-    pieces = [torch.zeros(4, 2048, dtype=torch.uint8) for _ in range(2)]
-    assert [cell.shape for [cell] in caches_as_bytes(layout.geometry, pieces).tensors.values()] == [
-        (4, 1, 1, 2048)
-    ] * 2
+def test_states_that_do_not_fit_are_refused(change, word):
+    layout = layout_of(layers=(LayerSpec.state(2048, "f"),) * 2)
+    states = [torch.zeros(4, 2048, dtype=torch.uint8) for _ in range(2)]
+    caches_as_bytes(layout.geometry, states)
     with pytest.raises(LayoutError, match=word):
-        caches_as_bytes(layout.geometry, change(pieces))
+        caches_as_bytes(layout.geometry, change(states))
 
 
 def test_payloads_may_lie_in_any_memory_unless_a_registrar_says_otherwise():

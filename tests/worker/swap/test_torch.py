@@ -16,7 +16,7 @@ from pdstore.format.layout import Layout
 from pdstore.worker.swap.base import BlockCopy, TorchSwap
 from tests.support.kv import POISON, caches_of, flat_layout
 
-MLA = LayerSpec(1, 24, value_dim=0, kind="mla")
+MLA = LayerSpec.latent(24)
 
 
 def layout_of(**changes) -> Layout:
