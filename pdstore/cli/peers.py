@@ -201,6 +201,15 @@ def check_peers(urls: Sequence[str], timeout_s: float = _TIMEOUT_S) -> Iterator[
 
 
 _VERSIONS = "install the same version of pdstore for both"
+_REMEDIES = {
+    "format": _VERSIONS,
+    "block_tokens": (
+        "make it equal, by PDSTORE_BLOCK_TOKENS; of a model with sliding windows or states, by the"
+        " engines' TP size, dtypes, speculation and --block-size, which decide it"
+    ),
+    "form": "give both engines the same version, dtypes and kernels, so that states are alike",
+}
+"""By the names of a namespace's fields."""
 
 
 def _ask(url: str, timeout_s: float) -> Peer | Finding:
@@ -239,7 +248,7 @@ def _compare(first: Peer, other: Peer) -> Iterator[Finding]:
         yield bad(
             f"namespace: {name}",
             f"{there} at {first.url}, {here} at {other.url}",
-            (_VERSIONS if name == "format" else "make it equal")
+            _REMEDIES.get(name, "make it equal")
             + ": until then neither finds what the other saved",
         )
     if not differing:

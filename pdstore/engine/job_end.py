@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdstore.errors import Direction, Reason
+from pdstore.format.plan import LoadPlan
+from pdstore.telemetry.request_record import Loss
 from pdstore.worker.job import Job
 
 
@@ -64,7 +66,27 @@ class JobEnd:
         )
 
 
-def last_call_at(ends: Sequence[JobEnd]) -> float:
+def loss_of(
+    plan: LoadPlan,
+    num_loaded: int,
+    ends: Sequence[JobEnd],
+    reason: Reason,
+    *,
+    found_at: float,
+    lease_s: float,
+) -> Loss:
+    """Returns what a load has not brought of what it was to bring.
+
+    num_loaded: leading tokens of the prompt that are there.
+    found_at, lease_s: when the store last told that it has the blocks, and for how long.
+    """
+    num_promised = plan.num_tokens - plan.first_token
+    num_lost = plan.num_tokens - num_loaded
+    age_s = None if plan.follow else _last_call_at(ends) - found_at
+    return Loss(num_promised, num_lost, reason, age_s, lease_s)
+
+
+def _last_call_at(ends: Sequence[JobEnd]) -> float:
     """Returns when the last store call of some jobs ended, in seconds of the monotonic clock.
 
     Of a job that made none, its own end counts. If no job has run, it is now.

@@ -26,6 +26,9 @@ class RequestPhase(enum.Enum):
     ENDED = "the request has ended; jobs of it may still run"
 
 
+PROMPT_GIVEN = frozenset({RequestPhase.PREFILLED, RequestPhase.ANSWERING})
+"""The model was given all of the prompt, maybe before it was preempted."""
+
 _ALL = frozenset(RequestPhase)
 _OPEN = _ALL - {RequestPhase.ENDED}
 _LOADS = {RequestPhase.LOADING, RequestPhase.LOADED}

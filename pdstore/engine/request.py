@@ -7,11 +7,11 @@ EngineRequest moves no bytes: the adapter passes its plans to `KVPool`, maybe in
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdstore.engine.job_end import JobEnd, last_call_at
-from pdstore.engine.phase import RequestPhase, check_call
+from pdstore.engine.job_end import JobEnd, loss_of
+from pdstore.engine.phase import PROMPT_GIVEN, RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
 from pdstore.format.keys import Json, PromptKeys
@@ -21,9 +21,6 @@ from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.telemetry.request_record import Loss, RequestTimer
-
-_PROMPT_GIVEN = {RequestPhase.PREFILLED, RequestPhase.ANSWERING}
-"""The model was given all of the prompt, maybe before it was preempted."""
 
 
 @dataclass(eq=False)
@@ -94,6 +91,8 @@ class EngineRequest:
         self._shortfall: Reason | None = None
         self._phase = RequestPhase.LOOKUP if self.may_load else RequestPhase.FOUND  # but for loads
         self._has_left = False
+        self._has_states = self.keys.namespace.continuation.is_exact
+        self._is_past = False  # the last step computed the prompt's last token, or an answer's
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, asked)
             if asked.handoff is not None:  # the router has asked P and D at once
@@ -161,7 +160,7 @@ class EngineRequest:
         self.decision = self.prompt_times.decide(
             self, start=num_present, found=end, num_tokens=num_tokens
         )
-        if self._phase in _PROMPT_GIVEN:  # preempted: nobody reports the end of its second prefill
+        if self._phase in PROMPT_GIVEN:  # preempted: nobody reports the end of its second prefill
             self.prompt_times.forget(self)
         return self.decision.num_tokens
 
@@ -213,7 +212,7 @@ class EngineRequest:
             self._note_loss(plan, num_loaded, ends, reason)
             self.give_up(reason)
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
-        was_preempted = self._phase in _PROMPT_GIVEN  # then its client has a first token already
+        was_preempted = self._phase in PROMPT_GIVEN  # then its client has a first token already
         if not was_preempted:
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
@@ -265,10 +264,10 @@ class EngineRequest:
         """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
         self._check("begin_step")
         self._serve()
-        end = self.keys.num_tokens
-        if self._phase in _PROMPT_GIVEN:
+        self._is_past = stop >= (end := self.keys.num_tokens)
+        if self._phase in PROMPT_GIVEN:
             return
-        self._phase = RequestPhase.PREFILLED if stop >= end else RequestPhase.PREFILLING
+        self._phase = RequestPhase.PREFILLED if self._is_past else RequestPhase.PREFILLING
         if start >= end:
             return
         self.timer.begin("compute")
@@ -293,10 +292,15 @@ class EngineRequest:
         else:
             self.prompt_times.end_prompt(self)
 
-    def plan_save(self, start: int, stop: int) -> SavePlan | None:
+    def plan_save(self, start: int, stop: int, state_ends: Collection[int] = ()) -> SavePlan | None:
         """Returns the plan of the save of what a step computes of the prompt, or None.
 
+        If layers keep states, the save ends at a state, because nobody can go on anywhere else. But
+        KV of a hand-off may go before its state, without which the hand-off is never published.
+
         start, stop: as `begin_step` takes them.
+        state_ends: the numbers of tokens, up to `stop`, after which this step leaves a state that
+          no later step overwrites.
         """
         self._check("plan_save")
         if not self._is_prompt_pending:
@@ -304,21 +308,40 @@ class EngineRequest:
         if self.handoff is not None and not self.num_saved:
             # what the engine had was saved earlier; the last save stores again what the store lost
             self.num_saved = start - start % self.keys.block_tokens
-        return self._plan_save(self.keys.prefix(min(stop, self._end_of_saves)))
+        end = min(stop, self._end_of_saves)
+        if not self._has_states:
+            return self._plan_save(self.keys.prefix(end))
+        ends = [at for at in state_ends if at <= end and self.keys.prefix(at).num_tokens == at]
+        if self.handoff is None or end == self.keys.num_tokens:
+            end = max(ends, default=0)
+        return self._plan_save(self.keys.prefix(end), ends)
+
+    @property
+    def junction(self) -> int:
+        """The end of the blocks that the pool has, but no state after them; 0 if it lacks none.
+
+        If a step ends there, its state is saved for all prompts that begin with these tokens.
+        """
+        if self.found is None or not self._is_prompt_pending:
+            return 0
+        end = self.found.num_shared
+        return end if end > max(self.found.num_tokens, self.num_present) else 0
 
     def plan_answer_save(self, stop: int, token_ids: Sequence[int]) -> SavePlan | None:
         """Returns the plan of the save of the answer's whole blocks, or None; call it before `end`.
 
-        stop: leading tokens of prompt and answer whose KV is computed, so without the last one.
+        stop: leading tokens of prompt and answer whose KV is computed, so without the last one. If
+          layers keep states: the last end of a block at which the engine still has the state.
         token_ids: token ids of the prompt and then the answer, at least up to `stop`.
         """
         self._check("plan_answer_save")
-        end = stop - stop % self.keys.block_tokens
+        rest = stop % self.keys.block_tokens
+        end = 0 if rest and self._has_states else stop - rest
         if self._load or self._shortfall or not self.settings.save_decoded or end <= self.num_saved:
             return None  # an engine may count tokens as computed that a load should have brought
         keys = self.keys.prefix(self.keys.num_tokens - 1)
         keys.extend(list(token_ids[keys.num_tokens : end]))
-        return self._plan_save(keys.prefix(end))
+        return self._plan_save(keys.prefix(end), [end] if self._has_states else [])
 
     def end(self) -> HandoffId | None:
         """Ends the request; returns a hand-off that no save publishes: the caller must abort it."""
@@ -335,8 +358,12 @@ class EngineRequest:
 
     @property
     def is_settled(self) -> bool:
-        """True if steps save nothing more; then an adapter need not call `begin_step`."""
-        return self._phase is RequestPhase.ANSWERING and not self._is_prompt_pending
+        """True if steps save nothing more; then an adapter need not call `begin_step`.
+
+        Steps after the prompt's last one leave no state of the prompt.
+        """
+        may_save = self._is_prompt_pending and not (self._has_states and self._is_past)
+        return self._phase is RequestPhase.ANSWERING and not may_save
 
     @property
     def answer(self) -> dict[str, Json]:
@@ -383,17 +410,15 @@ class EngineRequest:
     ) -> None:
         """Counts what a load was to bring and has not brought, and notes why."""
         assert self.found is not None, "a load without a match"
-        num_lost = plan.num_tokens - num_loaded
-        self.cache.metrics.tokens.labels("lost").inc(num_lost)
-        age_s = None if plan.follow else last_call_at(ends) - self.found.found_at
-        num_promised = plan.num_tokens - plan.first_token
-        self.loss = Loss(num_promised, num_lost, reason, age_s, self.cache.lease_s)
+        found_at, lease_s = self.found.found_at, self.cache.lease_s
+        self.loss = loss_of(plan, num_loaded, ends, reason, found_at=found_at, lease_s=lease_s)
+        self.cache.metrics.tokens.labels("lost").inc(self.loss.num_lost)
 
     def _load_ends(self) -> list[JobEnd]:
-        new = self.ends[self._num_earlier_ends :]
-        return [end for end in new if end.direction is Direction.LOAD]
+        ends = self.ends[self._num_earlier_ends :]
+        return [end for end in ends if end.direction is Direction.LOAD]
 
-    def _plan_save(self, keys: PromptKeys) -> SavePlan | None:
+    def _plan_save(self, keys: PromptKeys, state_ends: Collection[int] = ()) -> SavePlan | None:
         """Returns the save of the new tokens of `keys`; the prompt's last save publishes it."""
         is_last = self._is_prompt_pending and keys.num_tokens == self.keys.num_tokens
         handoff = self.handoff if is_last else None
@@ -402,7 +427,8 @@ class EngineRequest:
         first_token, is_awaited = min(self.num_saved, keys.num_tokens), self.handoff is not None
         self.num_saved = max(self.num_saved, keys.num_tokens)
         if not is_awaited and self._shortfall is None:  # a shortfall is mended at once
-            first_block = self.cache.claim(keys, first_token // keys.block_tokens)
+            ends = [end for end in state_ends if end > first_token]
+            first_block = self.cache.claim(keys, first_token // keys.block_tokens, ends)
             first_token = max(first_token, keys.end_of(first_block))
             if first_token == keys.num_tokens:
                 return None

@@ -195,10 +195,13 @@ class TransferParams:
 
     handoff: the hand-off in them, if there is one.
     asks_prefill: True if they ask this instance to hand the prompt off (`do_remote_decode`).
+    keeps_last_token: True if D's prompt will go on behind this one, with P's token. So P's hand-off
+      covers the whole prompt, also where D would else need the state before its last token.
     """
 
     handoff: Handoff | None = None
     asks_prefill: bool = False
+    keeps_last_token: bool = False
 
     @classmethod
     def parse(cls, params: Mapping[str, Json] | TransferParams | None) -> TransferParams:
@@ -208,7 +211,12 @@ class TransferParams:
         """
         if isinstance(params, TransferParams):
             return params
-        return cls(Handoff.of(params), (params or {}).get("do_remote_decode") is True)
+        given = params or {}
+        return cls(
+            Handoff.of(params),
+            asks_prefill=given.get("do_remote_decode") is True,
+            keeps_last_token=given.get("keeps_last_token") is True,
+        )
 
 
 def _is_count(value: object) -> bool:

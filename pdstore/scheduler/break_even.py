@@ -81,7 +81,8 @@ class PromptTimes:
     next request's, and is divided over all prompt tokens whose steps began in that time.
 
     may_split: True if the first part of what was found may be loaded without the rest. False with
-      sliding windows: of such layers only the last blocks of what was found were looked up.
+      sliding windows and states: of such layers only what is needed at the end of what was found
+      was looked up. A state counts with the tokens that it is loaded with.
     metrics: counts the decisions.
     Only one thread may call it. When a request ends, the caller must call `forget`.
     """

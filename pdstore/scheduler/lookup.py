@@ -3,22 +3,24 @@
 # Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import BlockKey, Part, PromptKeys
-from pdstore.store.base import Store, count_of, num_done_of
+from pdstore.store.base import Store, count_of, num_done_of, stored_among
+from pdstore.store.optional import FindsKeys
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_TIMEOUT_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
 _CHECK_INTERVAL_S = 0.1  # so often `wait` looks whether the store hangs
-_MAX_GAPS = 8
+_MAX_GAPS = 8  # a lookup asks for so many ends of a prompt where windows or states may be missing
 _LASTING = (Reason.NAMESPACE, Reason.OTHER_POOL, Reason.CANCELLED, Reason.CLOSED, Reason.FAULT)
 _OF_P = (Reason.HANDOFF_FAILED, Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD, Reason.HANDOFF_GONE)
 _SHORT = 8
@@ -36,6 +38,8 @@ class Match:
     error: the store's error that is behind the reason, if there was one.
     follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
     found_at: when the store has answered, in seconds of the monotonic clock; its lease began then.
+    num_shared: if layers keep states, and a part of the prompt is missing: the tokens of the
+      leading full blocks that the pool has of the layers which need all earlier tokens; else 0.
     """
 
     keys: PromptKeys
@@ -44,6 +48,7 @@ class Match:
     follow: HandoffId | None = None
     error: Exception | None = None
     found_at: float = field(default_factory=time.monotonic, compare=False, repr=False)
+    num_shared: int = field(default=0, compare=False)
 
     @property
     def may_change(self) -> bool:
@@ -78,6 +83,19 @@ def handed_over(keys: PromptKeys, handoff: Handoff | None) -> PromptKeys:
     if num_tokens is None or not start_of_last <= num_tokens < keys.num_tokens:
         return keys.prefix(keys.num_tokens)
     return keys.cut(num_tokens)
+
+
+def without_last(keys: PromptKeys, num_tokens: int) -> PromptKeys:
+    """Returns a copy of the keys of a prompt of `num_tokens` tokens that ends before its last one.
+
+    An engine computes the last token again, which it cannot take out of a state. If the keys do not
+    know the tokens of the last block, the copy ends where this block begins.
+    """
+    end = min(keys.num_tokens, max(0, num_tokens - 1))
+    try:
+        return keys.cut(end)
+    except ValueError:
+        return keys.prefix(end)
 
 
 class Lookup:
@@ -281,9 +299,10 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
 
     because: the reason for the match if the store does not have all blocks; None: ABSENT.
     """
+    num_shared = 0
     error = None
     try:
-        num_blocks = num_usable(store, keys)
+        num_blocks, num_shared = usable_and_shared(store, keys)
     except _FailedAfter as failed:
         num_blocks, error = failed.num_blocks, failed.error
     except StoreError as caught:
@@ -292,7 +311,10 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
     if num_tokens == keys.num_tokens and error is None:
         return Match(keys, num_tokens, None)
     if error is None:
-        return Match(keys.prefix(num_tokens), num_tokens, because or Reason.ABSENT)
+        reason = because or Reason.ABSENT
+        shared = keys.end_of(num_shared)
+        shared -= shared % keys.block_tokens
+        return Match(keys.prefix(num_tokens), num_tokens, reason, num_shared=shared)
     lasting = error.with_traceback(None)
     return Match(keys.prefix(num_tokens), num_tokens, reason_of(error), error=lasting)
 
@@ -307,7 +329,15 @@ class _FailedAfter(StoreError):
 
 
 def num_usable(store: Store, keys: PromptKeys) -> int:
+    """Returns after how many leading blocks an engine can continue if it loads them."""
+    return usable_and_shared(store, keys)[0]
+
+
+def usable_and_shared(store: Store, keys: PromptKeys) -> tuple[int, int]:
     """Returns after how many leading blocks an engine can continue if it loads them.
+
+    Also returns how many leading blocks the pool has of the layers that need all earlier tokens, if
+    other layers keep states; else 0.
 
     Of some KV groups, the engine does not need all earlier blocks (`Continuation.blocks`). If a
     needed one is missing, it continues where that begins. Raises StoreError.
@@ -317,16 +347,46 @@ def num_usable(store: Store, keys: PromptKeys) -> int:
         # the pool has nothing of most prompts, and making all keys of a long prompt takes long
         first = keys.prefix(keys.block_tokens).store_keys(parts)
         if len(keys) > _SHORT and _match(store, first) < len(first):
-            return 0
-        return _match_whole(store, keys)
+            return 0, 0
+        return _match_whole(store, keys), 0
     whole = [part for part in parts if part.group not in continuation.needs]
     count, error = _match_blocks(store, keys, whole) if whole else (len(keys), None)
+    if continuation.is_exact:
+        usable = _last_with_states(store, keys, count) if count else 0
+        return _unless(error, usable), count if whole else 0
     for _ in range(_MAX_GAPS):
         gap = _last_gap(store, keys.prefix(keys.end_of(count))) if count else None
         if gap is None:
-            return _unless(error, count)
+            return _unless(error, count), 0
         count = gap
-    return _unless(error, _match_whole(store, keys.prefix(keys.end_of(count))))
+    return _unless(error, _match_whole(store, keys.prefix(keys.end_of(count)))), 0
+
+
+def _last_with_states(store: Store, keys: PromptKeys, count: int) -> int:
+    """Returns the last of the first `count` blocks after which an engine can continue; 0 if none.
+
+    Only of KV groups that do not need all blocks. States are few and far apart, so one search asks
+    for those after every block; the match after it leases what an engine loads. A store that cannot
+    search is asked for the last few ends, one after the other.
+    """
+    continuation = keys.namespace.continuation
+    parts = [part for part in keys.namespace.parts if part.group in continuation.needs]
+    every = keys.store_keys(parts, 0, count)
+
+    def needed(number: int) -> list[BlockKey]:
+        end = keys.end_of(number)
+        blocks = [continuation.blocks(part.group, end) for part in parts]
+        return [every[n * len(parts) + i] for i, of in enumerate(blocks) for n in of]
+
+    ends: Iterable[int] = range(count, 0, -1)
+    if (finder := store.optional(FindsKeys)) is not None:
+        stored = stored_among(finder.which_stored(every), every, store)
+        ends = (number for number in ends if stored.issuperset(needed(number)))
+    for number in itertools.islice(ends, _MAX_GAPS):
+        wanted = needed(number)
+        if _match(store, wanted) == len(wanted):
+            return number
+    return 0
 
 
 def _match_whole(store: Store, keys: PromptKeys) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from pdstore.errors import Cause, Reason, Severity, StoreError
@@ -17,7 +17,14 @@ from pdstore.format.handoff import Handoff, HandoffId, TransferParams, new_id
 from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
 from pdstore.metrics import Metrics
 from pdstore.scheduler.handoff_watch import HandoffWatch
-from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find, handed_over
+from pdstore.scheduler.lookup import (
+    Lookup,
+    LookupQueue,
+    Match,
+    find,
+    handed_over,
+    without_last,
+)
 from pdstore.scheduler.mismatch import Mismatches
 from pdstore.scheduler.renewal import Renewals
 from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
@@ -126,21 +133,34 @@ class PrefixCacheManager:
         """
         self._mismatches.weights_update = digest
 
-    def claim(self, keys: PromptKeys, first_block: int) -> int:
+    def claim(self, keys: PromptKeys, first_block: int, state_ends: Collection[int] = ()) -> int:
         """Returns the first block, from `first_block` on, that no save of the last second has.
 
         The caller saves it and all after it. Else prompts that come together would each copy the
         new prefix that they share.
+
+        state_ends: after how many tokens the save has a state. It is claimed apart from its block,
+          which another prompt's save may have without a state.
         """
         now = time.monotonic()
         claims = self._claims
-        names = keys.hashes(first_block)
         while claims and now - claims[oldest := next(iter(claims))] > CLAIM_TIMEOUT_S:
             del claims[oldest]
-        is_new = [now - claims.get(name, 0.0) > CLAIM_TIMEOUT_S for name in names]
-        num_claimed = is_new.index(True) if True in is_new else len(names)
-        claims.update(dict.fromkeys(names[num_claimed:], now))
-        return first_block + num_claimed
+
+        def is_new(name: bytes) -> bool:
+            return now - claims.get(name, 0.0) > CLAIM_TIMEOUT_S
+
+        blocks = enumerate(keys.hashes(first_block), first_block)
+        first = next((number for number, name in blocks if is_new(name)), len(keys))
+        continuation = keys.namespace.continuation
+        for end in state_ends:
+            name = keys.hash_of((end - 1) // keys.block_tokens) + b"state"
+            if is_new(name):  # it is of no use without the windows before it
+                needed = [continuation.blocks(group, end).start for group in continuation.needs]
+                first = min(first, max(first_block, min(needed)))
+                claims[name] = now
+        claims.update(dict.fromkeys(keys.hashes(first), now))
+        return first
 
     def match(self, keys: PromptKeys) -> Match:
         """Returns which leading blocks of the prompt the pool has now; none if the store fails.
@@ -325,6 +345,11 @@ class PrefixCacheManager:
         self._mismatches.check_roles(given, is_prefill=False)
         timeout_s = self._settings.handoff_wait_s if handoff else self._lookup_timeout_s
         num_tokens, keys = keys.num_tokens, handed_over(keys, handoff)
+        is_fit = handoff is None or self._mismatches.fits(handoff, keys, num_tokens)
+        if self.namespace.continuation.is_exact:
+            keys = without_last(keys, num_tokens)
+            # where P's prompt ends elsewhere, only what is stored tells where the last state is
+            follows &= handoff is None or handoff.num_tokens in (None, keys.num_tokens)
         count = partial(self._count, keys, handoff)
         lookup = Lookup(
             keys,
@@ -336,11 +361,11 @@ class PrefixCacheManager:
             hangs=self._hangs(handoff),
             hold=self._renewals.add if is_held else None,
         )
-        refusal = self._refuse()
-        if handoff is not None and not self._mismatches.fits(handoff, keys, num_tokens):
-            refusal = Reason.NAMESPACE
+        refusal = self._refuse() if is_fit else Reason.NAMESPACE
         if refusal is not None:
             lookup.finish(Match.miss(keys, refusal))
+        elif not keys.num_tokens:
+            lookup.finish(Match(keys, 0, None))  # the engine computes all of it in any case
         elif handoff is not None:
             self._watch.add(lookup)
         else:

@@ -86,6 +86,17 @@ def test_another_format_is_another_version_to_install(compare):
     assert wrong.remedy.startswith("install the same version of pdstore for both")
 
 
+def test_what_decides_the_blocks_and_the_states_of_an_engine_is_named(compare):
+    found = compare(
+        status_of(block_tokens="128", form='"f32 SD"'),
+        status_of(block_tokens="256", form='"f32 DS"'),
+    )
+    remedies = {each.subject: each.remedy for each in found_wrong(found)}
+    assert set(remedies) == {"namespace: block_tokens", "namespace: form"}
+    assert "TP size, dtypes, speculation and --block-size" in remedies["namespace: block_tokens"]
+    assert "dtypes and kernels" in remedies["namespace: form"]
+
+
 def test_two_pools_are_red_with_both_urls(compare):
     other = "redis://10.0.0.2:6379"
     [wrong] = found_wrong(compare(status_of(), status_of(pool="bb" * 16, store=other)))

@@ -1,21 +1,33 @@
-"""Whatever a client or a user writes: it is understood, or refused by an error of our own."""
+"""Whatever a client or a user writes: it is understood, or refused by an error of our own.
+
+And whatever an engine computes of prompts that share prefixes: what is saved can be found.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import strategies as st
 
+from pdstore import EngineRequest, PrefixCacheManager, SavePlan, Store
 from pdstore.errors import ConfigError
 from pdstore.format.handoff import Handoff
-from pdstore.format.keys import Namespace, Part
+from pdstore.format.keys import BlockKey, Namespace, Part, PromptKeys
+from pdstore.scheduler.lookup import find
 from pdstore.settings import Settings, read_settings, variable_of
 from pdstore.store import open_store
+from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import FindsKeys
 from pdstore.store.seal import read_seal_keys
 from pdstore.store.url import StoreURL, without_secret
+from pdstore.store.wrappers import WrapperStore
+from pdstore.testing.values import put
 from tests.fuzz.search import attempted, num_examples, search
+from tests.support.kv import eventually
 
 SCALARS = (
     st.none()
@@ -126,3 +138,189 @@ def test_a_key_file_has_keys_or_is_a_config_error(num_examples: int, tmp_path: P
         assert keys is None or ({len(key) for key in keys} == {32} and len(keys) <= 2)
 
     search(num_examples, check, lines=st.lists(line, max_size=4))
+
+
+STATE, WHOLE, WINDOW = 0, 1, 2
+NEEDS = {STATE: 1, WINDOW: 100}
+
+
+def namespace_of(*groups: int, num_shards: int = 1) -> Namespace:
+    return Namespace(
+        {"groups": [*groups], "shards": num_shards},
+        tuple(Part(group, shard) for shard in range(num_shards) for group in groups),
+        64,
+        num_shards,
+        needs={group: NEEDS[group] for group in groups if group in NEEDS},
+        states=frozenset({STATE} & {*groups}),
+    )
+
+
+MODELS = [
+    namespace_of(WHOLE),
+    namespace_of(WHOLE, WINDOW),
+    namespace_of(STATE, WHOLE, num_shards=2),
+    namespace_of(STATE, WHOLE, WINDOW),
+    namespace_of(STATE),
+]
+LENGTHS = st.integers(1, 400)
+ENDS = st.sets(st.sampled_from(range(64, 512, 64)) | LENGTHS, max_size=6)
+
+
+class CannotSearch(WrapperStore):
+    def optional(self, protocol: type) -> object:
+        return None if protocol is FindsKeys else super().optional(protocol)
+
+
+def names_of(keys: PromptKeys, ends: set[int], first_block: int = 0) -> list[BlockKey]:
+    """Returns the keys of a prompt's values, if it has a state after so many tokens."""
+    return [
+        key
+        for part in keys.namespace.parts
+        for number, key in enumerate(keys.store_keys([part], first_block), first_block)
+        if part.group != STATE or keys.end_of(number + 1) in ends
+    ]
+
+
+def store_all(store: Store, names: Sequence[BlockKey]) -> None:
+    if names:
+        put(store, names, [b"x"] * len(names))
+
+
+def can_go_on(keys: PromptKeys, num_blocks: int, names: set[BlockKey]) -> bool:
+    """The definition: all that each KV group needs there is stored."""
+    continuation, end = keys.namespace.continuation, keys.end_of(num_blocks)
+    return all(
+        keys.store_keys([part], block, block + 1)[0] in names
+        for part in keys.namespace.parts
+        for block in continuation.blocks(part.group, end)
+    )
+
+
+def in_common(keys: PromptKeys, names: set[BlockKey]) -> int:
+    """The tokens of the leading full blocks whose layers that need all tokens are stored."""
+    whole = [part for part in keys.namespace.parts if part.group == WHOLE]
+    num_blocks = keys.num_tokens // 64 if whole else 0
+    stored = [names.issuperset(keys.store_keys(whole, n, n + 1)) for n in range(num_blocks)]
+    return 64 * next((n for n, is_there in enumerate(stored) if not is_there), num_blocks)
+
+
+@num_examples
+def test_a_lookup_finds_the_last_end_at_which_an_engine_can_go_on(num_examples: int) -> None:
+    def check(model: Namespace, length: int, ends: set[int], gaps: set[int], knows: bool) -> None:
+        keys = PromptKeys(model).extend(range(length))
+        names = names_of(keys, ends | {length})
+        names = [name for n, name in enumerate(names) if n % 100 not in gaps]
+        store = MemoryStore()
+        store_all(store, names)
+        found = find(store if knows else CannotSearch(store), keys)
+        usable = [n for n in range(1, len(keys) + 1) if can_go_on(keys, n, {*names})]
+        assert found.num_tokens in {0, *map(keys.end_of, usable)}
+        if model.states:
+            assert found.num_tokens == keys.end_of(max(usable, default=0)), "7 blocks at most"
+            assert found.reason is None or found.num_shared == in_common(keys, {*names})
+
+    gaps = st.sets(st.integers(0, 40), max_size=4)
+    drawn = {"length": LENGTHS, "ends": ENDS, "gaps": gaps, "knows": st.booleans()}
+    search(num_examples, check, model=st.sampled_from(MODELS), **drawn)
+
+
+class Drawn(NamedTuple):
+    """A request: its prompt begins as the one before it does. It may be preempted once."""
+
+    num_shared: int
+    num_new: int
+    stops: set[int]
+    ends: set[int]
+    is_prefill: bool
+    num_before_preemption: int
+    answer_stop: int
+
+
+class Engine:
+    """Computes drawn requests of one model, and stores what they plan to save at once."""
+
+    def __init__(self, store: Store, model: Namespace, settings: Settings) -> None:
+        self.store, self.settings, self.has_states = store, settings, bool(model.states)
+        self.cache = PrefixCacheManager(settings, model, store=store)
+
+    def run(self, drawn: Drawn, tokens: list[int]) -> None:
+        params = {"do_remote_decode": drawn.is_prefill}
+        request = EngineRequest(self.cache, self.settings, self.cache.keys(tokens), params)
+        eventually(request.poll)
+        present = request.find(0, len(tokens))
+        assert present <= len(tokens) - self.has_states
+        assert request.junction % 64 == 0
+        start = min(present, len(tokens) - 1)
+        stops = [*sorted(stop for stop in drawn.stops if start < stop < len(tokens)), len(tokens)]
+        published = self._compute(request, start, stops[: drawn.num_before_preemption], drawn.ends)
+        published += self._compute(request, start, stops, drawn.ends)
+        published += self._save_answer(request, drawn, tokens)
+        assert published == [request.handoff] * (request.end() is None and drawn.is_prefill)
+
+    def _compute(
+        self, request: EngineRequest, start: int, stops: list[int], ends: set[int]
+    ) -> list[object]:
+        plans = []
+        for stop in stops:
+            request.begin_step(start, stop)
+            left = {end for end in ends if start < end <= stop}
+            plan = request.plan_save(start, stop, left)
+            if plan is not None:
+                self._store(plan, left)
+                plans.append(plan)
+            if self.has_states and request.handoff is None:
+                kept = {end for end in left if end % 64 == 0}
+                assert all(self._finds(request.keys.prefix(end)) for end in kept)
+            start = stop
+        return [plan.handoff for plan in plans if plan.handoff is not None]
+
+    def _save_answer(self, request: EngineRequest, drawn: Drawn, tokens: list[int]) -> list[object]:
+        """Also publishes a hand-off whose end is the last state that the answer has left."""
+        request.end_prompt()
+        assert request.is_settled
+        stop = len(tokens) + drawn.answer_stop
+        plan = request.plan_answer_save(stop, [*tokens, *range(drawn.answer_stop)])
+        if plan is None:
+            return []
+        assert stop % 64 == 0 or not self.has_states
+        self._store(plan, {plan.keys.num_tokens})
+        return [plan.handoff] if plan.handoff is not None else []
+
+    def _store(self, plan: SavePlan, left: set[int]) -> None:
+        """Stores what a worker stores, and asserts that a lookup finds it then."""
+        left = {end for end in left if plan.first_token < end}
+        store_all(self.store, names_of(plan.keys, left, plan.first_token // 64))
+        if plan.handoff is not None or not plan.is_awaited:
+            assert self._finds(plan.keys)
+
+    def _finds(self, keys: PromptKeys) -> bool:
+        return find(self.store, keys).num_tokens == keys.num_tokens
+
+
+@num_examples
+def test_what_a_request_saves_can_be_found_up_to_its_end(num_examples: int) -> None:
+    settings = read_settings(store="memory://", load="always")
+
+    def check(model: Namespace, requests: list[Drawn]) -> None:
+        store, tokens = MemoryStore(), []
+        engine = Engine(store, model, settings)
+        try:
+            for number, drawn in enumerate(requests, 1):
+                first = 1000 * number
+                tokens = [*tokens[: drawn.num_shared], *range(first, first + drawn.num_new)]
+                engine.run(drawn, tokens)
+        finally:
+            engine.cache.close()
+
+    request = st.builds(
+        Drawn,
+        num_shared=LENGTHS,
+        num_new=st.integers(1, 100),
+        stops=st.sets(LENGTHS, max_size=5),
+        ends=ENDS,
+        is_prefill=st.booleans(),
+        num_before_preemption=st.integers(0, 3),
+        answer_stop=st.integers(0, 130),
+    )
+    requests = st.lists(request, min_size=1, max_size=3)
+    search(num_examples, check, model=st.sampled_from(MODELS), requests=requests)

@@ -117,3 +117,13 @@ def test_auto_is_within_five_percent_of_the_better_way(store_gb_s, at_once):
     cell = (Store("a store", store_gb_s, 0.002), at_once, [TOKENS], 0.02)
     load, compute, auto = (p99_of(way, *cell) for way in ("always", "never", "auto"))
     assert auto <= 1.05 * min(load, compute)
+
+
+@pytest.mark.parametrize(("store_gb_s", "at_once"), [(1.0, 8), (2.5, 1), (2.5, 8), (25.0, 8)])
+def test_auto_is_as_near_where_each_load_brings_a_state_as_large_as_6000_tokens(
+    store_gb_s, at_once
+):
+    """With few tokens it costs more than they do, with many less: auto knows only an average."""
+    cell = (Store("a store", store_gb_s, 0.002), at_once, [2048, TOKENS], 0.02, 6000)
+    load, compute, auto = (p99_of(way, *cell) for way in ("always", "never", "auto"))
+    assert auto <= 1.05 * min(load, compute)

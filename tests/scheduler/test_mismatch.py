@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from pdstore.store.connect import read_pool_id
 from pdstore.store.memory import MemoryStore
 from pdstore.testing.faulty import Faulty
 from tests.support.kv import Instance, eventually, settings_of
+from tests.support.states import NO_WINDOW, StateInstance
 
 OTHER = "ab" * 16
 
@@ -119,6 +121,44 @@ def test_a_prompt_is_handed_over_only_between_weights_that_were_updated_alike(
     assert ("weights updated in place" in caplog.text) != is_alike
     alone = d.cache.lookup(d.cache.keys(range(100))).wait(20)
     assert alone.num_tokens == (100 if is_alike else 0), "without a hand-off as well"
+
+
+def said_by_d(p, d, tokens=range(100)):
+    """What D finds of a prompt that P hands over."""
+    _, params = p.cache.announce(p.cache.keys(tokens))
+    return d.cache.lookup(d.cache.keys(tokens), params).wait(20)
+
+
+def test_engines_that_chose_other_blocks_for_their_states_are_told_both(
+    store, closed_after, caplog
+):
+    p, d = (closed_after(StateInstance(store, block=block)) for block in (64, 128))
+    assert said_by_d(p, d).reason is Reason.NAMESPACE
+    assert "does not fit this one: block_tokens: 64 there, 128 here" in caplog.text
+
+
+def test_states_of_equal_bytes_and_another_meaning_are_told(store, closed_after, caplog):
+    conv, *others = NO_WINDOW
+    layers = [dataclasses.replace(conv, form="float32 b"), *others]
+    p, d = (closed_after(StateInstance(store, each)) for each in (NO_WINDOW, layers))
+    assert said_by_d(p, d).reason is Reason.NAMESPACE
+    assert "does not fit this one: form: " in caplog.text
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_the_last_token_that_p_dropped_or_kept_is_no_sign_of_another_tokenizer(
+    store, closed_after, caplog, dropped
+):
+    p, d = (closed_after(StateInstance(store)) for _ in range(2))
+    theirs = range(300 - dropped)
+    handoff, params = p.cache.announce(p.cache.keys(theirs))
+    assert p.put(theirs, 256, handoff=handoff).reason is None
+    found = d.cache.follow(d.cache.keys(range(300)), params).wait(20)
+    assert (found.num_tokens, found.reason) == ((299, None) if dropped else (256, Reason.ABSENT))
+    assert not caplog.records
+    _, params = p.cache.announce(p.cache.keys(range(1, 300)))
+    d.cache.follow(d.cache.keys(range(300)), params).cancel()
+    assert "tokenizer or chat template differ" in caplog.text
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import exit_code_of
 from tests.support.kv import Instance, eventually, settings_of
 from tests.support.pool_kit import save
+from tests.support.states import StateInstance
 
 BLOCKS = list(range(20))
 
@@ -377,6 +378,32 @@ def test_a_handoff_after_a_save_that_fell_short_is_followed_once_p_has_begun_it(
     waiting = d.cache.lookup(d.cache.keys(range(100)), params)
     save.layers_done(len(p.layout.held_layers))
     assert waiting.wait(10).num_tokens == 100
+
+
+@pytest.mark.parametrize("params", [None, {"pdstore": {"attempt": "0" * 32}}])
+def test_of_a_prompt_of_one_token_nothing_is_asked_where_layers_keep_states(
+    store, closed_after, params
+):
+    faulty = Faulty(store)
+    d = closed_after(StateInstance(faulty, on_miss="fail", role="decode"))
+    eventually(lambda: d.cache.pool_id)
+    faulty.hold()
+    found = d.cache.lookup(d.cache.keys([7]), params).poll()
+    assert (found.num_tokens, found.reason) == (0, None), "it is computed in any case"
+    faulty.release()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 64, 65, 129, 300])
+def test_no_lookup_finds_the_last_token_where_layers_keep_states(store, closed_after, num_tokens):
+    p, d = (closed_after(StateInstance(store)) for _ in range(2))
+    for end, usable in ((num_tokens, 0), (num_tokens - 1, num_tokens - 1)):
+        p.put(range(end))
+        lookup = d.cache.lookup(d.cache.keys(range(num_tokens)), is_held=True)
+        found = lookup.wait(10)
+        assert found.num_tokens == usable
+        lookup.serve(found)
+        again = d.cache.look_again(lookup).wait(10)
+        assert again.num_tokens == found.num_tokens
 
 
 TOKENS = list(range(300))
