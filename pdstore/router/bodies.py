@@ -20,6 +20,8 @@ REMOTE_DECODE: Json = {
     "remote_host": None,
     "remote_port": None,
 }
+# The same of pdstore's P, whose token will be the last one of D's prompt.
+REMOTE_DECODE_OF_ALL: Json = REMOTE_DECODE | {"keeps_last_token": True}
 
 
 def parse(raw: bytes) -> Json:

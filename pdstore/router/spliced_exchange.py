@@ -11,7 +11,7 @@ import anyio
 import httpx
 
 from pdstore.router.answers import MAX_BYTES, OpenAnswer, TooLong, gather
-from pdstore.router.bodies import REMOTE_DECODE, Json, Refusal, encode, parse
+from pdstore.router.bodies import REMOTE_DECODE_OF_ALL, Json, Refusal, encode, parse
 from pdstore.router.calls import params_of, reason_of
 from pdstore.router.exchange import Exchange
 from pdstore.router.first_token import FirstChatToken, FirstToken, first_body
@@ -39,7 +39,7 @@ class SplicedExchange(Exchange):
         if kind is None or is_refused or not kind.can_continue(asked.body):
             return await super()._answer(group)
         answer = await self._prefill_answer(
-            Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE
+            Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE_OF_ALL
         )
         params = params_of(answer)
         first = kind.found_in(asked.body, answer)

@@ -10,6 +10,7 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from pdstore.format.handoff import TransferParams
 from tests.support.router_kit import BODY, PARAMS, Fake, routed, says, streams
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +108,15 @@ async def test_what_cannot_be_continued_is_ds_alone(more: dict[str, Any]) -> Non
     handed = {} if "prompt" in more else {"kv_transfer_params": PARAMS}
     assert d.bodies == [BODY | more | handed]
     assert "return_token_ids" not in p.bodies[0]
+    assert "keeps_last_token" not in p.bodies[0].get("kv_transfer_params", {})
+
+
+async def test_p_hands_its_whole_prompt_over_for_a_d_that_continues_it() -> None:
+    p, d = Fake(says(FIRST)), Fake(says(answer(text=" b", finish_reason="stop")))
+    async with spliced(p, d) as client:
+        await client.post("/v1/completions", json=BODY)
+    assert TransferParams.parse(p.bodies[0]["kv_transfer_params"]).keeps_last_token
+    assert not TransferParams.parse(d.bodies[0]["kv_transfer_params"]).keeps_last_token
 
 
 async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:

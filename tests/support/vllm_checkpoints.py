@@ -16,10 +16,15 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
+    NemotronHConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 END = "<|end|>"
@@ -95,11 +100,107 @@ def _mla() -> PretrainedConfig:
     )
 
 
+def _gpt_oss() -> PretrainedConfig:
+    """Returns windows beside full attention, with sinks and experts."""
+    return GptOssConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=SLIDING_WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        **_COMMON | {"intermediate_size": 64},
+    )
+
+
+def _qwen3_next() -> PretrainedConfig:
+    """Returns three layers of gated delta nets before one of full attention.
+
+    vLLM makes a block of attention as large as a state: of these heads it has 128 tokens.
+    """
+    return Qwen3NextConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,  # the CPU's kernel takes no shorter heads
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        **_COMMON,
+    )
+
+
+def _granite() -> PretrainedConfig:
+    """Returns Granite 4 without experts: three layers of Mamba2 before one of attention."""
+    return GraniteMoeHybridConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        layer_types=["mamba"] * 3 + ["attention"],
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=256,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        position_embedding_type="rope",
+        embedding_multiplier=1.0,
+        logits_scaling=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=0.17,
+        **_COMMON,
+    )
+
+
+def _nemotron_h() -> PretrainedConfig:
+    """Returns two layers of Mamba2 and one of attention, with one between them without KV."""
+    return NemotronHConfig(
+        layers_block_type=["mamba", "mlp", "mamba", "attention"],
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=32,
+        n_groups=1,
+        conv_kernel=4,
+        chunk_size=128,
+        **_COMMON,
+    )
+
+
+def _lfm2() -> PretrainedConfig:
+    """Returns three layers of short convolutions before one of full attention."""
+    return Lfm2Config(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        layer_types=["conv"] * 3 + ["full_attention"],
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=128,  # of these two vLLM knows no default
+        block_dim=128,
+        **_COMMON,
+    )
+
+
 KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": llama_config,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
     "mla": _mla,
+    "qwen3_next": _qwen3_next,
+    "granite": _granite,
+    "nemotron_h": _nemotron_h,
+    "lfm2": _lfm2,
 }
 
 

@@ -134,7 +134,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @degrades(lambda: None)
     def on_new_request(self, request: Any) -> None:
-        self.scheduler.add(request)
+        self.scheduler.arrive(request)
 
     @degrades(lambda: (0, False))
     def get_num_new_matched_tokens(

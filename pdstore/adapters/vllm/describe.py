@@ -4,24 +4,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed
 from vllm.distributed import parallel_state
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from pdstore.adapters.vllm.contents import Content
-from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.identity import LayerSpec
+from pdstore.adapters.vllm.layers import (
+    SEE,
+    Layers,
+    all_layers,
+    own_layers,
+    page_of,
+    refuse_states,
+    views_of,
+)
+from pdstore.adapters.vllm.tables import FAILS_WHOLE_LOADS, StateTables
+from pdstore.errors import ConfigError
 from pdstore.format.keys import SHAPING, Json, PromptKeys, canonical, shaping
-from pdstore.format.layout import Layout, Pipeline
+from pdstore.format.layout import Layout
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_settings
@@ -29,9 +35,6 @@ from pdstore.settings import Settings, read_settings
 log = logging.getLogger("vllm.pdstore")
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-
-Layers = dict[str, LayerSpec]
-"""A layout's layers in their order. The keys are the names that vLLM gives them."""
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -56,12 +59,14 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             " (PD_TRANSFER_VIA_STORAGE=0, and no PDStoreConnector in --kv-transfer-config)"
         )
     has_windows = any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
-    is_old = not hasattr(base, "KVConnectorTransferResults")
+    if not FAILS_WHOLE_LOADS and (len(groups) > 1 or has_windows):
+        raise ConfigError(
+            "pdstore does not support several KV groups or sliding windows with this old vLLM,"
+            " which does not announce the blocks it gives back, and cannot be told that a load"
+            f" failed as a whole: use vLLM 0.30 or newer; {SEE}"
+        )
+    refuse_states(vllm_config, kv_cache_config)
     refusals = {
-        "several KV groups or sliding windows with this old vLLM (it does not announce the blocks"
-        " it gives back, and cannot be told that a load failed as a whole)": (
-            is_old and (len(groups) > 1 or has_windows)
-        ),
         "ROCm (it packs pages differently)": torch.version.hip is not None,
         "KV cache scales that are calculated at run time": getattr(
             vllm_config.cache_config, "calculate_kv_scales", False
@@ -127,22 +132,21 @@ def layout_of(
 
     kv_caches: vLLM's tensors, [blocks, local KV heads, tokens, channels]; for MLA,
       older versions of vLLM leave out the dimension of heads. The returned tensors are views of
-      them: [blocks, tokens, local KV heads, K and V channels].
+      them, in the layout's order: see `views_of`.
     All stages of a pipeline must call it at the same time, to send each other their layers.
     Raises LayoutError for layers or sharding that are not supported.
     """
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
     views: dict[str, torch.Tensor] = {}
 
-    def own_layers() -> Layers:
-        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-        views.update({name: _view_of(name, kv_caches[name]) for name in names})
-        return _own_layers(kv_cache_config, views, tp_size)
+    def own() -> Layers:
+        views.update(views_of(kv_cache_config, kv_caches))
+        return own_layers(vllm_config, kv_cache_config, views)
 
-    layers, pipeline = _all_layers(own_layers)
+    layers, pipeline = all_layers(own)
+    views = {name: views[name] for name in layers if name in views}
+    states = StateTables.of(kv_cache_config)
+    own_name, first = next((n, view) for n, view in views.items() if not layers[n].is_state)
     has_items = getattr(vllm_config.model_config, "multimodal_config", None) is not None
-    own_name, first = next(iter(views.items()))
-    hf_config = vllm_config.model_config.hf_text_config
     weights = vllm_config.model_config.quantization
     cache_dtype = vllm_config.cache_config.cache_dtype
     is_plain = weights is None and cache_dtype == "auto"
@@ -151,23 +155,35 @@ def layout_of(
         dtype=str(first.dtype).removeprefix("torch."),
         layers=list(layers.values()),
         engine_block_tokens=first.shape[1],
-        gives_back=True,
+        boundary_tokens=_boundary(layers, states, first.shape[1]),
         rope=_shaping(vllm_config, list(layers)),
         quantization=None if is_plain else canonical([weights, str(cache_dtype)]),
-        page=_page(vllm_config, own_name) if first.device.type == "cpu" else None,
+        page=page_of(vllm_config, own_name) if first.device.type == "cpu" else None,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=tp_size,
-        draft_layers=max(0, len(layers) - getattr(hf_config, "num_hidden_layers", len(layers))),
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        draft_layers=_num_drafts(vllm_config, layers),
         pipeline=pipeline,
         items="name, sha256" if has_items else None,
     )
     return layout, views
 
 
-def _view_of(name: str, cache: Any) -> torch.Tensor:
-    if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
-        raise LayoutError(f"layer {name}: its KV cache is not a tensor of 3 or 4 dimensions")
-    return cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
+def _boundary(layers: Layers, states: StateTables, block_tokens: int) -> int | None:
+    """Returns the tokens between two ends where vLLM gives blocks back or keeps states, if any."""
+    if states.keeps_ends:
+        return states.entry_tokens
+    return block_tokens if any(spec.window for spec in layers.values()) else None
+
+
+def _num_drafts(vllm_config: Any, layers: Layers) -> int:
+    """Returns how many of the layers belong to a draft model.
+
+    A model with states has none, and may have two caches for each of its layers.
+    """
+    if any(spec.is_state for spec in layers.values()):
+        return 0
+    hf_config = vllm_config.model_config.hf_text_config
+    return max(0, len(layers) - getattr(hf_config, "num_hidden_layers", len(layers)))
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
@@ -209,66 +225,6 @@ def _revision(settings: Settings, model: Any, load_format: str) -> str:
     return weights_revision(model.model, settings)
 
 
-def _all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
-    """Returns the model's layers in the layout's order, and their stages if there are several.
-
-    All ranks of a pipeline must call it at the same time, to send each other what `own` returns. If
-    `own` raises LayoutError on one rank, all ranks raise it, so that no rank waits for that rank.
-    """
-    ranks = parallel_state.get_pp_group()
-    if ranks.world_size == 1:
-        return own(), None
-    try:
-        mine: Layers | str = own()
-    except LayoutError as error:
-        mine = str(error)
-    gathered: list[Layers | str] = [""] * ranks.world_size
-    torch.distributed.all_gather_object(gathered, mine, group=ranks.cpu_group)
-    return joined(gathered, ranks.rank_in_group)
-
-
-def joined(gathered: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
-    """Returns the layers of all stages, in the order that they would have on a single rank.
-
-    gathered: for each stage, its layers sorted by block table, or why it is not supported.
-    stage: the stage of this rank.
-    Raises LayoutError for the first stage that is not supported.
-    """
-    layers: list[tuple[str, LayerSpec, int]] = []
-    for number, each in enumerate(gathered):
-        if isinstance(each, str):
-            raise LayoutError(f"pipeline stage {number}: {each}")
-        layers += [(name, spec, number) for name, spec in each.items()]
-    layers.sort(key=lambda each: each[1].table)  # stable: layers of one table keep their order
-    stages = tuple(number for _, _, number in layers)
-    return {name: spec for name, spec, _ in layers}, Pipeline(stages, stage)
-
-
-def _own_layers(
-    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor], tp_size: int
-) -> Layers:
-    """Returns the layers in this rank's cache, one KV group after another."""
-    if not kv_caches:
-        raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
-    blocks = {cache.shape[1] for cache in kv_caches.values()}
-    if len(blocks) > 1:
-        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens")
-    layers: Layers = {}
-    for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        for name in group.layer_names:
-            spec = by_layer.get(name, group.kv_cache_spec)
-            layers[name] = _layer_spec(name, spec, kv_caches[name], tp_size, table)
-    has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
-    # each rank holds an MLA layer whole, whatever the number of heads
-    if has_copies and any(spec.kind != "mla" for spec in layers.values()):
-        raise LayoutError(
-            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
-            " tensor-parallel size"
-        )
-    return layers
-
-
 def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     """Returns the configuration that changes KV, and the layers' order, in canonical form.
 
@@ -285,73 +241,6 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
 
 
-def _layer_spec(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
-    """Returns a layer's shape. Raises LayoutError if its blocks hold anything but causal KV."""
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    if mode not in ("NONE", "FP8_PER_TENSOR"):
-        raise LayoutError(
-            f"layer {name} keeps scales apart from the tokens of a block ({mode}), which pdstore"
-            " does not support"
-        )
-    _refuse_sparse_attention(name, spec)
-    if getattr(spec, "non_causal", False):
-        raise LayoutError(f"layer {name} is not causal: its KV depends on later tokens")
-    heads, channels = cache.shape[2:]
-    if type(spec) is MLAAttentionSpec:
-        return LayerSpec(1, channels, value_dim=0, kind="mla", table=table)
-    head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels
-    full = LayerSpec(heads * tp_size, head_dim, value_dim=channels - head_dim, table=table)
-    if type(spec) is SlidingWindowSpec:
-        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-        return replace(full, kind="sliding", window=window)
-    if type(spec) is FullAttentionSpec:
-        return full
-    raise LayoutError(
-        f"layer {name} keeps its state as {type(spec).__name__}; pdstore supports full attention,"
-        " sliding windows and MLA"
-    )
-
-
-def _is_old_indexer(spec: Any) -> bool:
-    """Returns True for an indexer's cache as vLLM 0.26 describes it.
-
-    There an indexer is an MLA layer of bytes that names neither a cache dtype nor a quantization.
-    An MLA layer with fp8 names both. Later versions of vLLM name an indexer's role.
-    """
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
-    is_unnamed = getattr(spec, "cache_dtype_str", None) is None
-    return isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
-
-
-def _refuse_sparse_attention(name: str, spec: Any) -> None:
-    """Raises LayoutError for caches of sparse attention whose rows cannot be cut by token."""
-    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
-    if role != "sparse" or "indexer" in name.split(".") or _is_old_indexer(spec):
-        raise LayoutError(
-            f"layer {name} is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its"
-            " blocks ends with the scales of all its tokens, so a prompt's tail would lose them;"
-            " pdstore does not support such models"
-        )
-    tokens_per_row = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    version = getattr(spec, "model_version", None)
-    if tokens_per_row not in (1, -1) or version is not None:  # -1: a state, no attention
-        raise LayoutError(
-            f"layer {name} keeps compressed attention ({tokens_per_row} tokens in a row,"
-            f" {version}): a row does not belong to one token, so pdstore does not support it"
-        )
-
-
-def _page(vllm_config: Any, layer: str) -> str:
-    """Returns the page format of vLLM's CPU backend, named by its kernels' instruction set."""
-    module = vllm_config.compilation_config.static_forward_context.get(layer)
-    isa = getattr(module, "isa", None)
-    if isa is None:
-        backend = getattr(module, "attn_backend", None)
-        isa = backend.get_name() if backend is not None else "plain"
-    return f"vllm-cpu:{isa}"
-
-
 def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> PromptKeys | None:
     """Returns the keys of a request's prompt. They cover all that the prompt's KV depends on.
 
@@ -361,19 +250,7 @@ def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> Prompt
 
     content: the digests of the request's items and of its LoRA adapter.
     """
-    lora = request.lora_request
-    # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
-    # earlier request after the prompt's end, so a request with a salt must not share pages.
-    has_pages = cache.namespace.fields["page"] is not None
-    if (
-        not content.may_share
-        or request.prompt_token_ids is None
-        or request.prompt_embeds is not None
-        or request.pooling_params is not None
-        or getattr(request, "resumable", False)
-        or getattr(lora, "load_inplace", False)
-        or (has_pages and request.cache_salt)
-    ):
+    if not (content.may_share and _is_named_by_tokens(request, cache)):
         return None
     return cache.keys(
         request.prompt_token_ids,
@@ -381,3 +258,42 @@ def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> Prompt
         cache_salt=(request.cache_salt or "").encode(),
         items=content.items,
     )
+
+
+def _is_named_by_tokens(request: Any, cache: PrefixCacheManager) -> bool:
+    """Returns whether keys of a request's tokens can name its KV, whatever its items contain."""
+    # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
+    # earlier request after the prompt's end, so a request with a salt must not share pages.
+    has_pages = cache.namespace.fields["page"] is not None
+    return not (
+        request.prompt_token_ids is None
+        or request.prompt_embeds is not None
+        or request.pooling_params is not None
+        or getattr(request, "resumable", False)
+        or getattr(request.lora_request, "load_inplace", False)
+        or (has_pages and request.cache_salt)
+    )
+
+
+def can_drop_last_token(request: Any, cache: PrefixCacheManager) -> bool:
+    """Returns whether a request without its last token is a prompt that P can compute for D.
+
+    It is not if the request bypasses the pool, if its prompt's log probabilities are asked for, or
+    if an image, sound or video ends with that token.
+    """
+    num_tokens = request.num_prompt_tokens
+    places = (item.mm_position for item in request.mm_features)
+    ends_in_item = any(place.offset + place.length >= num_tokens for place in places)
+    is_needed = num_tokens < 2 or ends_in_item or request.skip_reading_prefix_cache
+    return _is_named_by_tokens(request, cache) and not is_needed
+
+
+def drop_last_token(request: Any) -> None:
+    """Makes a request that has just come in one without its last token, for one token's answer.
+
+    vLLM's front end in this process may count the tokens of the old list, so it stays as it is.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

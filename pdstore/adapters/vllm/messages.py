@@ -1,13 +1,12 @@
 """Messages between the connector's scheduler side and its worker side.
 
 vLLM sends them, pickled, between processes of one instance, and never stores them. Block ids are
-arrays of int64, with NO_BLOCK where vLLM has its block 0, which holds nothing.
-`KVPool` keeps references to the arrays: do not change them.
+arrays of int64, with NO_BLOCK where vLLM has its block 0, which holds nothing; those of states are
+dicts. `KVPool` keeps references to the arrays: do not change them.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,26 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from pdstore.adapters.vllm.tables import StateTables, Tables
 from pdstore.engine.job_end import JobEnd
 from pdstore.errors import ConfigError
-from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import Namespace
 from pdstore.format.plan import LoadPlan, SavePlan
-
-_NULL_BLOCK = 0
-"""vLLM's own NO_BLOCK."""
-
-Tables = list["array[int]"]
-"""A request's block ids, in token order: one array for each KV group."""
-
-
-def tables_of(block_ids: Sequence[Sequence[int]], num_blocks: int) -> Tables:
-    """Returns the first `num_blocks` ids of each of vLLM's block tables, in KVPool's form."""
-    return [
-        array("q", [NO_BLOCK if id == _NULL_BLOCK else id for id in table[:num_blocks]])
-        for table in block_ids
-    ]
 
 
 @dataclass(frozen=True)
@@ -129,11 +114,13 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """The layout of one rank's KV cache, known as soon as vLLM has allocated the cache.
 
-    block_tokens: tokens of one block in vLLM's block tables.
+    block_tokens: tokens of one block in vLLM's block tables, but for those of states.
+    states: the tables of states.
     """
 
     namespace: Namespace
     block_tokens: int
+    states: StateTables = field(default_factory=StateTables)
 
     @staticmethod
     def common(ranks: Sequence[RankLayout]) -> RankLayout:
@@ -147,4 +134,9 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
             if rank.namespace.digest != first.digest:
                 differences = "; ".join(first.differences(rank.namespace.described))
                 raise ConfigError(f"the ranks of this instance differ in {differences}")
+            if rank.states != ranks[0].states:
+                raise ConfigError(
+                    "the ranks of this instance keep states in unlike block tables:"
+                    f" {ranks[0].states} and {rank.states}"
+                )
         return ranks[0]

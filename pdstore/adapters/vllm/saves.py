@@ -3,13 +3,15 @@
 # Decision: docs/decisions/031-vllm-block-references.md
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from pdstore.adapters.vllm.messages import SaveSpec, tables_of
+from pdstore.adapters.vllm.messages import SaveSpec
+from pdstore.adapters.vllm.tables import BlockIds, States, StateTables, StepTables
 from pdstore.engine.request import EngineRequest
-from pdstore.format.continuation import NO_BLOCK, BlockTables
+from pdstore.format.continuation import NO_BLOCK
+from pdstore.format.keys import PromptKeys
 from pdstore.format.plan import SavePlan
 
 
@@ -17,15 +19,13 @@ from pdstore.format.plan import SavePlan
 class Saves:
     """Plans the saves of scheduled requests. Only the scheduler's thread calls it.
 
-    A save holds references to its blocks, so no step and no end of a request waits for it.
-
-    Block tables are read from vLLM's scheduler if it exposes them. vLLM 0.26 says only which blocks
-    each step adds, so these are collected here. It does not say which blocks a window gives back,
-    so such tables are right for one KV group without a sliding window.
+    A save holds references to its blocks, so no step and no end of a request waits for it. Of
+    states it holds only those that are to be saved: vLLM moves the other blocks of such a table.
 
     num_ranks: how many workers must release a save before its blocks are freed.
     block_pool: vLLM's BlockPool; nothing is saved while it is None.
-    block_tokens: tokens of one block in vLLM's block tables.
+    block_tokens: tokens of one block in vLLM's block tables, but for those of states.
+    states: the tables of states.
 
     weights: `KnownWeights.generations`, for the saves.
     """
@@ -33,13 +33,14 @@ class Saves:
     num_ranks: int
     block_pool: Any = None
     block_tokens: int = 1
+    states: StateTables = field(default_factory=StateTables)
 
     def __post_init__(self) -> None:
         self.weights: Mapping[int, int] = {}
-        self._ids_of: Callable[[str], BlockTables | None] | None = None
-        self._added: dict[str, list[list[int]]] = {}
+        self._tables = StepTables()
         self._held: dict[int, tuple[list[Any], int]] = {}  # blocks; how many ranks need them
         self._num_saves = 0
+        self._of_answers: dict[str, tuple[States, list[Any]]] = {}  # the last states; their blocks
 
     def __len__(self) -> int:
         """Returns how many saves hold blocks."""
@@ -47,45 +48,62 @@ class Saves:
 
     def begin_step(self, output: Any) -> None:
         """Reads the block tables of a step's SchedulerOutput; call it before `plan`."""
-        state = getattr(output, "kv_connector_block_state", None)
-        if state is not None:
-            self._ids_of = state.get_block_ids
-            return
-        for new in output.scheduled_new_reqs:
-            self._added[new.req_id] = [list(ids) for ids in new.block_ids]
-        cached = output.scheduled_cached_reqs
-        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self._added[request_id] = [list(ids) for ids in added]
-            elif added is not None:
-                for table, ids in zip(self._added[request_id], added, strict=True):
-                    table.extend(ids)
+        self._tables.read(output)
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            self._drop_answer_states(request_id)
 
     def plan(self, state: EngineRequest, request: Any, num_scheduled: int) -> list[SaveSpec]:
         """Returns, in a list, the save of what this step computes of a prompt, if there is one.
 
         request: vLLM's request. num_scheduled: how many of its tokens the step computes.
         """
-        block_ids = (self._ids_of or self._added.get)(state.id)
-        if block_ids is None:
+        ids = self._tables.ids(state.id)
+        if ids is None:
             return []
         start = request.num_computed_tokens
-        plan = state.plan_save(start, min(start + num_scheduled, request.num_tokens))
-        return self.held(state.id, plan, block_ids)
+        stop = min(start + num_scheduled, request.num_tokens)
+        states: States = {}
+        if self.states:
+            hands_off = state.handoff is not None and request.max_tokens == 1
+            is_last = hands_off and stop == request.num_tokens == state.keys.num_tokens
+            named = self._tables.named(state.id)
+            states = self.states.kept_by(named, ids, stop, is_last=is_last)
+        plan = state.plan_save(start, stop, states.keys())
+        return self._hold(state.id, plan, ids, states)
 
-    def held(self, request_id: str, plan: SavePlan | None, ids: BlockTables) -> list[SaveSpec]:
-        """Returns a planned save, in a list; its blocks are held from now on."""
-        if plan is None or self.block_pool is None:
-            return []
-        first = plan.first_read // self.block_tokens
-        end = -(-plan.keys.num_tokens // self.block_tokens)
-        tables = tables_of(ids, end)
-        held = dict.fromkeys(id for table in tables for id in table[first:] if id != NO_BLOCK)
-        blocks = [self.block_pool.blocks[id] for id in held]
+    @property
+    def with_named_states(self) -> Iterable[str]:
+        """The requests of whose states vLLM says, in this step, that it keeps some."""
+        return self._tables.with_named_states
+
+    def hold_answer_states(self, request: Any) -> None:
+        """Holds the last states of a request's answer that vLLM keeps, until the request ends.
+
+        A request that was preempted gets none: its blocks may just be those that it lacked.
+        """
+        named = self.states.whole(self._tables.named(request.request_id))
+        end = max((end for end in named if end % self.states.entry_tokens == 0), default=0)
+        if not end or request.num_preemptions or self.block_pool is None:
+            return
+        self._drop_answer_states(request.request_id)
+        blocks = [self.block_pool.blocks[id] for id in named[end].values()]
         self.block_pool.touch(blocks)
-        self._num_saves += 1
-        self._held[self._num_saves] = blocks, self.num_ranks
-        return [SaveSpec(self._num_saves, request_id, plan, tables, self.weights)]
+        self._of_answers[request.request_id] = {end: named[end]}, blocks
+
+    def plan_answer(self, state: EngineRequest, request: Any, ids: BlockIds) -> list[SaveSpec]:
+        """Returns, in a list, the save of a request's answer, which has ended, if there is one.
+
+        ids: the request's block tables. With states, only that part of an answer is saved after
+        which vLLM has kept a state.
+        """
+        stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last: no KV
+        states: States = {}
+        if self.states:
+            held, _ = self._of_answers.get(state.id, ({}, []))
+            states = {end: blocks for end, blocks in held.items() if end <= stop}
+            stop = max(states, default=0)
+        plan = state.plan_answer_save(stop, request.all_token_ids)
+        return self._hold(state.id, plan, ids, states)
 
     @property
     def is_cache_empty(self) -> bool:
@@ -93,9 +111,10 @@ class Saves:
         cached = getattr(self.block_pool, "cached_block_hash_to_block", None)
         return cached is not None and len(cached) == 0
 
-    def forget_tables(self, request_id: str) -> None:
-        """Drops the block tables of a request that has ended."""
-        self._added.pop(request_id, None)
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request that has ended."""
+        self._tables.forget(request_id)
+        self._drop_answer_states(request_id)
 
     def release_blocks(self, released: Mapping[int, int]) -> None:
         """Frees the blocks of saves that no rank needs any more. released: as in `StepReport`."""
@@ -105,3 +124,35 @@ class Saves:
                 self._held[number] = blocks, num_ranks - count
             elif blocks:
                 self.block_pool.free_blocks(reversed(blocks))
+
+    def _hold(
+        self, request_id: str, plan: SavePlan | None, ids: BlockIds, states: States
+    ) -> list[SaveSpec]:
+        """Returns a planned save, in a list; its blocks are held from now on."""
+        if plan is None or self.block_pool is None:
+            return []
+        keys = plan.keys
+        first = plan.first_read // self.block_tokens
+        end = -(-keys.num_tokens // self.block_tokens)
+        states = {at: states[at] for at in states if plan.first_token < at and _names(keys, at)}
+        tables = self.states.message(ids, end, states)
+        held = dict.fromkeys(id for blocks in states.values() for id in blocks.values())
+        for table in tables:
+            if not isinstance(table, dict):
+                held |= dict.fromkeys(id for id in table[first:] if id != NO_BLOCK)
+        blocks = [self.block_pool.blocks[id] for id in held]
+        self.block_pool.touch(blocks)
+        self._num_saves += 1
+        self._held[self._num_saves] = blocks, self.num_ranks
+        return [SaveSpec(self._num_saves, request_id, plan, tables, self.weights)]
+
+    def _drop_answer_states(self, request_id: str) -> None:
+        _, blocks = self._of_answers.pop(request_id, ({}, []))
+        if blocks:
+            self.block_pool.free_blocks(reversed(blocks))
+
+
+def _names(keys: PromptKeys, num_tokens: int) -> bool:
+    """Returns whether keys have a name for the state after so many tokens."""
+    is_end = num_tokens % keys.block_tokens == 0 or num_tokens == keys.num_tokens
+    return is_end and num_tokens <= keys.num_tokens

@@ -15,23 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdstore.adapters.vllm.contents import Content, Contents
-from pdstore.adapters.vllm.describe import keys_of
+from pdstore.adapters.vllm.describe import can_drop_last_token, drop_last_token, keys_of
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
     RankLayout,
     SaveSpec,
     StepReport,
-    tables_of,
 )
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.adapters.vllm.stats import WorkerMetrics
+from pdstore.adapters.vllm.tables import BlockIds, Tables
 from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest
 from pdstore.errors import Direction, IllegalCall, Reason
-from pdstore.format.continuation import BlockTables
 from pdstore.format.handoff import HandoffId, TransferParams
 from pdstore.format.keys import Json
 from pdstore.format.plan import LoadPlan
@@ -85,7 +84,8 @@ class PDStoreConnectorScheduler:
         self._bypassing: set[str] = set()
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._step_timeout_left_s = self.step_timeout_s
-        self._loads: list[tuple[str, LoadPlan | None, BlockTables]] = []
+        self._shortened: set[str] = set()  # the requests whose last token is dropped
+        self._loads: list[tuple[str, LoadPlan | None, Tables]] = []
         self._aborted: list[HandoffId] = []
         self._answers: list[SaveSpec] = []
 
@@ -94,6 +94,7 @@ class PDStoreConnectorScheduler:
         layout = RankLayout.common(ranks)
         namespace = layout.namespace
         self.saves.block_tokens = layout.block_tokens
+        self.saves.states = layout.states
         cache = self._cache = PrefixCacheManager(
             self.settings,
             namespace,
@@ -145,6 +146,17 @@ class PDStoreConnectorScheduler:
         self._unsettled.add(request.request_id)
         return state
 
+    def arrive(self, request: Any) -> None:
+        """Takes a new request; vLLM calls it once, before it looks anything up.
+
+        Where layers have states, P computes all of a prompt but its last token, because D computes
+        that token itself, and goes on from the state before it.
+        """
+        if self._drops_last_token(request):
+            drop_last_token(request)
+            self._shortened.add(request.request_id)
+        self.add(request)
+
     def num_found(self, request: Any, num_computed: int) -> int | None:
         """Returns how many tokens after `num_computed` can be loaded; None if not known yet."""
         began = time.monotonic()
@@ -163,11 +175,12 @@ class PDStoreConnectorScheduler:
         self._unsettled.add(state.id)  # again, if it was preempted: its next step ends its wait
         num_tokens = int(request.num_tokens)
         end = state.find(num_computed, num_tokens)
+        self._mark_junction(request, state)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
             return num_tokens - 1 - num_computed  # promise a load: only a load can fail
         return end - num_computed
 
-    def load(self, request: Any, block_ids: BlockTables, num_external: int) -> None:
+    def load(self, request: Any, block_ids: BlockIds, num_external: int) -> None:
         """Queues the load that `num_found` promised, into the blocks that vLLM has allocated."""
         request_id = request.request_id
         _, state = self._requests[request_id]
@@ -177,25 +190,32 @@ class PDStoreConnectorScheduler:
             self.fail_load(request_id, block_ids, num_external)
             return
         end = state.num_present + num_external  # vLLM may want fewer tokens than it was offered
-        plan = state.plan_load(end, len(block_ids[0]) * self.saves.block_tokens)
-        self._loads.append((request_id, plan, block_ids))
+        states = {end: self.saves.states.at(block_ids, end)} if self.saves.states else {}
+        if not all(states.values()):
+            log.warning("%s fails: vLLM has no blocks for the states after its load", request_id)
+            self.fail_load(request_id, block_ids, num_external)
+            return
+        room = len(self.saves.states.token_table(block_ids)) * self.saves.block_tokens
+        plan = state.plan_load(end, room)
+        num_blocks = self._blocks_of(plan.keys.num_tokens)
+        tables = self.saves.states.message(block_ids, num_blocks, states)
+        self._loads.append((request_id, plan, tables))
         self._unsettled.add(request_id)  # again, if it was preempted: a save heals what is missing
 
-    def fail_load(self, request_id: str, block_ids: BlockTables, num_external: int) -> None:
+    def fail_load(self, request_id: str, block_ids: BlockIds, num_external: int) -> None:
         """Queues a load that loads nothing, because vLLM waits for the report of a load's end."""
         if (known := self._requests.get(request_id)) is not None:
             known[1].give_up()
-        first = len(block_ids[0]) - self._blocks_of(num_external)
-        self._loads.append((request_id, None, [table[first:] for table in block_ids]))
+        num_blocks = len(self.saves.states.token_table(block_ids))
+        first = num_blocks - self._blocks_of(num_external)
+        tables = self.saves.states.message([table[first:] for table in block_ids], num_blocks)
+        self._loads.append((request_id, None, tables))
 
     def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Adds the queued loads, saves of answers and aborted hand-offs to a step's metadata."""
         self._step_timeout_left_s = self.step_timeout_s
         loads, self._loads = self._loads, []
-        for request_id, plan, block_ids in loads:
-            num_blocks = self._blocks_of(plan.keys.num_tokens) if plan else len(block_ids[0])
-            tables = tables_of(block_ids, num_blocks)
-            metadata.loads.append(LoadSpec(request_id, plan, tables, self._weights.generations))
+        metadata.loads += (LoadSpec(*load, self._weights.generations) for load in loads)
         metadata.saves, self._answers = self._answers, []
         metadata.aborted_handoffs, self._aborted = self._aborted, []
 
@@ -221,6 +241,7 @@ class PDStoreConnectorScheduler:
                 state.begin_step(start, start + num_tokens)
                 metadata.saves += self.saves.plan(state, request, num_tokens)
         self._unsettled -= {state.id for _, state, _ in scheduled if state.is_settled}
+        self._hold_answer_states()
 
     def report(self, report: StepReport) -> None:
         """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
@@ -237,23 +258,23 @@ class PDStoreConnectorScheduler:
                 if known and end.direction is Direction.LOAD and not state.is_loading:
                     state.end_load()
 
-    def finish_request(self, request: Any, block_ids: BlockTables = ()) -> dict[str, Json] | None:
+    def finish_request(self, request: Any, block_ids: BlockIds = ()) -> dict[str, Json] | None:
         """Forgets a request that has ended. Returns the `kv_transfer_params` of P's answer."""
         request_id = request.request_id
-        self.saves.forget_tables(request_id)
         self._unsettled.discard(request_id)
         self._bypassing.discard(request_id)
+        self._shortened.discard(request_id)
         self.contents.forget(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
+            self.saves.forget(request_id)
             return None
         _, state = known
         try:
             if request.num_output_tokens and state.phase is not RequestPhase.LOOKUP:
                 state.end_prompt()
-                stop = min(request.num_computed_tokens, request.num_tokens - 1)  # the last: no KV
-                plan = state.plan_answer_save(stop, request.all_token_ids)
-                self._answers += self.saves.held(request_id, plan, block_ids)
+                self._answers += self.saves.plan_answer(state, request, block_ids)
         finally:  # else what it has found would be renewed for ever
+            self.saves.forget(request_id)
             has_answer = self._end(state)
         if not has_answer:
             return None
@@ -309,6 +330,40 @@ class PDStoreConnectorScheduler:
         if aborted is not None:
             self._aborted.append(aborted)
         return aborted is None
+
+    def _drops_last_token(self, request: Any) -> bool:
+        """Returns whether P computes a new request without its last token.
+
+        It must not where the token counts for more than its state: where P's own answer or the log
+        probabilities of the prompt are asked for, or an image ends with it.
+        """
+        cache = self._cache
+        if cache is None or not cache.namespace.continuation.is_exact:
+            return False
+        asked = _params_of(request)
+        is_asked = asked.asks_prefill or asked.handoff is not None or request.max_tokens == 1
+        is_kept = asked.keeps_last_token or request.request_id in self._shortened
+        if is_kept or not (cache.is_prefill(asked) and is_asked):
+            return False
+        return can_drop_last_token(request, cache)
+
+    def _mark_junction(self, request: Any, state: EngineRequest) -> None:
+        """Makes vLLM keep a state where a prompt parts from others that are in the pool.
+
+        The next prompt that parts there goes on from that state.
+        """
+        junction = state.junction - state.junction % self.saves.states.entry_tokens
+        if self.saves.states.keeps_ends and junction > request.shared_prefix_boundary:
+            request.shared_prefix_boundary = junction
+
+    def _hold_answer_states(self) -> None:
+        """Holds states in answers, of which vLLM says when they are computed and not at the end."""
+        if not self.settings.save_decoded:
+            return
+        for request_id in self.saves.with_named_states:
+            request, _ = self._requests.get(request_id, (None, None))
+            if request is not None and request.num_output_tokens:
+                self.saves.hold_answer_states(request)
 
     def _content_of(self, request: Any) -> Content:
         """Returns the digests of a request that vLLM would compute now, if they are known.

@@ -19,8 +19,8 @@ from pdstore.adapters.vllm.messages import (
     RankLayout,
     SaveSpec,
     StepReport,
-    Tables,
 )
+from pdstore.adapters.vllm.tables import StateTables, Tables
 from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.engine.job_end import JobEnd
 from pdstore.engine.self_test import self_test
@@ -106,7 +106,7 @@ class PDStoreConnectorWorker:
         if self.settings.selftest:
             self_test(self.settings, layout, tensors)
         pool = KVPool(self.settings, layout, tensors, namespace, metrics=self.metrics)
-        rows_per_block = tensors[0].shape[0] // self.kv_cache_config.num_blocks
+        rows_per_block = max(each.shape[0] for each in tensors) // self.kv_cache_config.num_blocks
         layers = layers_by_step(config, layout, list(caches))
         drafts = getattr(config, "speculative_config", None) is not None
         self.use_pool(pool, rows_per_block, layers, ends_late=drafts)
@@ -123,13 +123,15 @@ class PDStoreConnectorWorker:
     ) -> None:
         """Makes all loads and saves use `pool` from now on; `close` closes the pool.
 
-        rows_per_block: rows of the cache tensors that one block of vLLM's tables fills.
+        rows_per_block: rows of the cache tensors that one block of vLLM's tables fills; a state
+          always fills one.
         layers, ends_late: as `OpenSaves` takes them.
         """
         self._pool = pool
         self._rows_per_block = rows_per_block
         block_tokens = rows_per_block * pool.layout.geometry.common_tokens
-        self._rank_layout = RankLayout(pool.namespace, block_tokens)
+        states = StateTables.of(self.kv_cache_config)
+        self._rank_layout = RankLayout(pool.namespace, block_tokens, states)
         config = self.vllm_config
         overlaps = config.max_concurrent_batches > 1  # vLLM takes 10 ms to find this out
         is_safe = not overlaps or config.kv_transfer_config.is_kv_consumer
@@ -286,8 +288,8 @@ class PDStoreConnectorWorker:
                 return True
         if not self.fails_whole:
             block_tokens = self._rank_layout.block_tokens if self._rank_layout else 1
-            blocks = running.spec.block_ids[0][num_loaded // block_tokens :]
-            self._bad_blocks |= {id for id in blocks if id != NO_BLOCK}
+            [table] = running.spec.block_ids  # with several, loads fail whole
+            self._bad_blocks |= {*[*table][num_loaded // block_tokens :]} - {NO_BLOCK}
         return False
 
     def _has_weights_of(self, spec: LoadSpec | SaveSpec) -> bool:
@@ -306,13 +308,17 @@ class PDStoreConnectorWorker:
             log.exception("a %s of request %s could not begin", direction.value, spec.request_id)
 
     def _rows(self, block_ids: Tables) -> Tables:
-        """Returns the rows of the cache tensors that blocks fill: one or several for each block."""
+        """Returns the rows of the cache tensors that blocks fill, several for a block of tokens."""
         n = self._rows_per_block
         if n == 1:
             return block_ids
         each = range(n)
         return [
-            array("q", [NO_BLOCK if id == NO_BLOCK else id * n + i for id in table for i in each])
+            table
+            if isinstance(table, dict)
+            else array(
+                "q", [NO_BLOCK if id == NO_BLOCK else id * n + i for id in table for i in each]
+            )
             for table in block_ids
         ]
 
@@ -322,7 +328,8 @@ class OpenSaves:
     """The saves of one step: they copy a layer range while the model computes the next range.
 
     When vLLM reports the last layer of a range, `OpenSave` queues a copy of that range. Layers that
-    are not reported during the step are saved at its end.
+    are not reported during the step are saved at its end. vLLM does not report layers with states:
+    they are computed when it reports a layer that stands behind them in the layout.
 
     layout: the pool's layout; None while there is no pool.
     layers: names, in order, of the cache's first layers, which may be saved during the step.
@@ -335,11 +342,17 @@ class OpenSaves:
     ends_late: bool = False
 
     def __post_init__(self) -> None:
-        self._ends: dict[str, int] = {}  # by a range's last layer: the number of layers up to it
+        self._reported: dict[str, int] = {}  # by layer: the number of layers up to it
+        self._ends: dict[str, int] = {}  # those of them behind which another range is computed
         if self.layout is not None:
-            whole = self.layout.num_whole_ranges
-            counts = range(1, len(self.layers) + 1)
-            self._ends = {self.layers[n - 1]: n for n in counts if whole(n) > whole(n - 1)}
+            kept = [self.layout.identity.layers[number] for number in self.layout.held_layers]
+            numbers = enumerate(zip(self.layers, kept, strict=False), 1)
+            self._reported = {name: n for n, (name, spec) in numbers if not spec.is_state}
+            num_ranges = 0
+            for name, n in self._reported.items():
+                if (now := self.layout.num_whole_ranges(n)) > num_ranges:
+                    num_ranges = now
+                    self._ends[name] = n
         self._open: list[OpenSave] = []
         self._computed: set[str] = set()
 
@@ -352,7 +365,7 @@ class OpenSaves:
         if self._open:
             self._computed.add(name)
             num_layers = self._ends.get(name, 0)
-            if num_layers and self._computed.issuperset(self.layers[:num_layers]):
+            if num_layers and self._is_computed(num_layers):
                 for save in self._open:
                     save.layers_done(num_layers, will_continue=not self.ends_late)
 
@@ -375,3 +388,8 @@ class OpenSaves:
             save.job.cancel()
         self._open.clear()
         self._computed.clear()
+
+    def _is_computed(self, num_layers: int) -> bool:
+        """Returns whether vLLM has reported all of the first layers that it reports at all."""
+        needed = (name for name, n in self._reported.items() if n <= num_layers)
+        return self._computed.issuperset(needed)

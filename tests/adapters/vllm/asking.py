@@ -117,6 +117,12 @@ def prefill(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
     return params
 
 
+def forget(server: Server) -> None:
+    """Empties a server's own prefix cache, and not the pool."""
+    response = httpx.post(server.url + "/reset_prefix_cache", timeout=ANSWER_S, trust_env=False)
+    assert response.json() == {"success": True}
+
+
 def at_once(calls: Sequence[Any], workers: int = 4) -> list[Any]:
     """Results of functions that are called by several threads."""
     with ThreadPoolExecutor(workers) as threads:
@@ -156,6 +162,14 @@ def counted(server: Server) -> dict[str, float]:
             kept = [v for k, v in _LABEL.findall(labels) if k not in _ENGINES_LABELS]
             counts[":".join([name, *kept])] = float(value)
     return counts
+
+
+def num_spliced(router: Server) -> float:
+    """How many answers of a router have begun with P's token."""
+    text = httpx.get(router.url + "/metrics", trust_env=False).text
+    found = re.search(r"^router_spliced_total (\S+)", text, re.MULTILINE)
+    assert found is not None, text
+    return float(found[1])
 
 
 class Since:

@@ -74,9 +74,9 @@ def instance(store, closed_after):
 def worker(instance):
     """A worker that has begun with the instance's pool."""
     from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
-    from tests.adapters.vllm.standins import vllm_config
+    from tests.adapters.vllm.standins import GROUP, vllm_config
 
-    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
+    cache = SimpleNamespace(kv_cache_groups=[GROUP], num_blocks=64)
     metrics = instance.pool.metrics
     worker = PDStoreConnectorWorker(settings_of(), vllm_config(), cache, metrics)
     worker.use_pool(instance.pool)

@@ -10,11 +10,17 @@ from pdstore import Layout
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
 from pdstore.adapters.vllm.stats import StepMetrics
+from pdstore.adapters.vllm.tables import StateTables
 from tests.adapters.vllm.standins import BlockPool
 from tests.support.kv import LAYERS, eventually, settings_of
+from tests.support.states import ENTRIES, NO_WINDOW
 
 BLOCK, PROMPT = 64, list(range(1, 301))
 TABLE = [10, 11, 12, 13, 14]
+STATES = StateTables(frozenset({0, 1}), BLOCK, keeps_ends=True)
+"""The block tables of a model with states, as vLLM lays them out with prefix caching."""
+ONE_STATE = StateTables(frozenset({0, 1}), 2048, keeps_ends=False)
+"""The same without prefix caching: a request has one state, which each step overwrites."""
 OPTIONS = ("may_follow", "step_timeout_s", "longest_prompt", "weights_of", "num_ranks", "contents")
 
 
@@ -23,8 +29,16 @@ def url(tmp_path):
     return f"file://{tmp_path}/pool"
 
 
-def namespace_of(settings, weights="w"):
-    layout = Layout.of(settings, dtype="float32", layers=LAYERS, engine_block_tokens=BLOCK, rope="")
+def namespace_of(settings, weights="w", states=None, page=None):
+    layout = Layout.of(
+        settings,
+        dtype="float32",
+        layers=NO_WINDOW if states else LAYERS,
+        engine_block_tokens=BLOCK if page or not states else ENTRIES[:3],
+        rope="",
+        page=page,
+        boundary_tokens=BLOCK if states else None,
+    )
     return layout.namespace(settings, weights=weights)
 
 
@@ -32,28 +46,36 @@ def namespace_of(settings, weights="w"):
 def scheduler_of(url, closed_after):
     """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
 
-    def make(*, metrics=None, **changes):
+    def make(*, metrics=None, states=None, page=None, **changes):
         given = {name: changes.pop(name) for name in OPTIONS if name in changes}
         settings = settings_of(**{"store": url, **changes})
         num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
         scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
         scheduler.saves.block_pool = BlockPool()
-        scheduler.set_layouts([RankLayout(namespace_of(settings), BLOCK)])
+        namespace = namespace_of(settings, states=states, page=page)
+        scheduler.set_layouts([RankLayout(namespace, BLOCK, states or StateTables())])
         return closed_after(scheduler)
 
     return make
 
 
-def step(scheduler, asked, num_tokens):
+def step(scheduler, asked, num_tokens, tables=(TABLE,), named=(), preempted=()):
     """The metadata of a step that computes tokens of a request.
 
     Before it, vLLM asks what it can load of a request that has no KV.
+
+    tables: the request's block tables. named: the states that vLLM says it keeps: for each the
+      number of its table, its block, and its tokens. preempted: requests that lose their blocks.
     """
     if not asked.num_computed_tokens:
         found(scheduler, asked)
     output = SimpleNamespace(
         num_scheduled_tokens={asked.request_id: num_tokens},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda request_id: [TABLE]),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda request_id: [*tables],
+            boundary_state_offloads={asked.request_id: [*named]} if named else {},
+        ),
+        preempted_req_ids=set(preempted),
     )
     metadata = idle_step(scheduler)
     scheduler.add_saves(metadata, output)

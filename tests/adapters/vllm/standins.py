@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-GROUP = SimpleNamespace(kv_cache_spec=None)
+GROUP = SimpleNamespace(kv_cache_spec=None, layer_names=[])
 """A KV group of layers that no test looks at."""
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.distributed import parallel_state
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
+from pdstore.adapters.vllm import describe
 from pdstore.adapters.vllm.contents import PLAIN
 from pdstore.adapters.vllm.describe import (
     hashes_items,
@@ -85,6 +87,17 @@ def test_what_cannot_work_is_refused_with_the_reason(changes, reason):
         refuse_unsupported(vllm_config(**changes), KV_CACHE)
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_vllm_that_cannot_be_told_of_a_failed_load_serves_one_kv_group(monkeypatch, num_groups):
+    monkeypatch.setattr(describe, "FAILS_WHOLE_LOADS", False)
+    groups = SimpleNamespace(kv_cache_groups=[GROUP] * num_groups)
+    if num_groups == 1:
+        refuse_unsupported(vllm_config(), groups)
+        return
+    with pytest.raises(ConfigError, match=r"several KV groups.*vLLM 0\.30.*docs/models\.md"):
+        refuse_unsupported(vllm_config(), groups)
+
+
 @pytest.mark.misconfiguration("a model without a KV cache, as encoders are")
 def test_a_model_without_a_kv_cache_is_refused_with_the_switch_to_turn_off():
     with pytest.raises(ConfigError, match=r"no KV cache.*PD_TRANSFER_VIA_STORAGE=0"):
@@ -126,19 +139,30 @@ def test_the_hubs_commit_is_the_revision_with_the_name_of_one_of_several_weights
 
 
 @pytest.fixture
-def described(monkeypatch):
+def described(described_groups):
     """Describes one rank's layers: `described(MLAAttentionSpec, tp_size=2)`."""
 
     def describe(kind, tp_size=1, tp_rank=0, spec=None, names=NAMES, **model):
         shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "max_tp_shards": 1}
         spec = kind(**{**shape, "dtype": torch.float32, **(spec or {})})
         groups = [KVCacheGroupSpec(names, spec)]
-        replicas = kv_cache_groups_tp_replicas(groups, tp_size)
-        caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
         pages = (4, 1, 16, spec.head_size + getattr(spec, "head_size_v", 0))
         tensors = {name: torch.empty(pages, dtype=spec.dtype, device="meta") for name in names}
+        return described_groups(groups, tensors, tp_size, tp_rank, **model)[0]
+
+    return describe
+
+
+@pytest.fixture
+def described_groups(monkeypatch):
+    """Describes one rank's KV groups, whose layers have these tensors."""
+
+    def describe(groups, tensors, tp_size=1, tp_rank=0, **model):
+        replicas = kv_cache_groups_tp_replicas(groups, tp_size)
+        caches = KVCacheConfig(4, [], groups, kv_tp_replicas=replicas)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             model_config=SimpleNamespace(
                 **{"hf_text_config": None, "max_model_len": 512, "quantization": None, **model}
@@ -147,7 +171,7 @@ def described(monkeypatch):
         one = SimpleNamespace(world_size=1)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda: one)
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tp_rank)
-        return layout_of(settings_of(config_of()), config, caches, tensors)[0]
+        return layout_of(settings_of(config_of()), config, caches, tensors)
 
     return describe
 
@@ -241,6 +265,39 @@ def test_this_vllm_tells_adapters_of_one_name_apart_by_their_paths():
 def test_an_indexer_as_old_vllm_describes_it_is_refused_by_name(described):
     named = {"cache_dtype_str": "fp8_ds_mla", "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
     made = described(MLAAttentionSpec, spec={"dtype": torch.uint8, **named})
-    assert made.identity.layers[0].kind == "mla"
+    assert made.identity.layers[0].is_whole
     with pytest.raises(LayoutError, match=r"is an indexer of sparse attention \(DeepSeek V3\.2"):
         described(MLAAttentionSpec, spec={"dtype": torch.uint8})
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "data_bytes"),
+    [
+        (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8, 32),
+        (KVQuantMode.FP8_PER_TOKEN_HEAD, torch.float8_e4m3fn, 32),
+        (KVQuantMode.INT4_PER_TOKEN_HEAD, torch.uint8, 16),
+    ],
+)
+def test_a_scale_of_each_token_and_head_is_stored_with_them(
+    described_groups, mode, dtype, data_bytes
+):
+    """vLLM puts the scale of K and that of V, four bytes each, behind the K and V of a head."""
+    spec = TritonAttentionBackend.customize_spec(
+        FullAttentionSpec(
+            block_size=16, num_kv_heads=2, head_size=16, dtype=dtype, kv_quant_mode=mode
+        )
+    )
+    pages = (4, 2, 16, spec.state_content_size_bytes)
+    tensors = {name: torch.empty(pages, dtype=dtype, device="meta") for name in NAMES}
+    layout, views = described_groups([KVCacheGroupSpec(NAMES, spec)], tensors)
+    [(part, whole)] = layout.geometry.parts.items()
+    assert whole.cache.cell_bytes == data_bytes + 2 * 4
+    assert layout.payload_bytes(part, 1) == len(NAMES) * 2 * (data_bytes + 2 * 4)
+    assert not any(spec.is_state for spec in layout.identity.layers), "int8 alone is no state"
+    assert {tuple(view.shape) for view in views.values()} == {(4, 16, 2, data_bytes + 8)}
+
+
+def test_scales_behind_all_tokens_of_a_block_are_refused(described):
+    mode = {"kv_quant_mode": KVQuantMode.NVFP4, "dtype": torch.uint8}
+    with pytest.raises(LayoutError, match=r"layer layer\.0 of KV group 0 .*NVFP4.*docs/models\.md"):
+        described(FullAttentionSpec, spec=mode)

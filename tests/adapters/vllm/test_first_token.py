@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ from tests.adapters.vllm.asking import (
     alone,
     ask,
     new_prompt,
+    num_spliced,
     post,
 )
 
@@ -28,11 +28,6 @@ def router(started_pair, launcher):
     router = launcher.router(started_pair.p, started_pair.d, "--first-token", "prefill")
     yield router.wait_ready()
     router.stop()
-
-
-def num_spliced(router) -> float:
-    text = httpx.get(router.url + "/metrics", trust_env=False).text
-    return float(re.search(r"^router_spliced_total (\S+)", text, re.MULTILINE)[1])
 
 
 def test_the_answer_is_that_of_one_instance_and_d_computes_p_s_token_alone(pair, router):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.adapters.vllm.asking import ANSWER_S, Since, alone, ask, counted, new_prompt, prefill
+from tests.adapters.vllm.asking import Since, alone, ask, counted, forget, new_prompt, prefill
 from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.kv import eventually
 from tests.support.redis_gate import SAVE
@@ -102,12 +101,6 @@ def test_kv_of_another_dtype_is_never_loaded(pair, launcher, checkpoints, starte
         for env in [switched_on(pair.redis.url, role) | NO_ANSWERS]
     )
     assert_never_loads(started(p), started(d), "dtype")
-
-
-def forget(server):
-    """Empties a server's own prefix cache, and not the pool."""
-    response = httpx.post(server.url + "/reset_prefix_cache", timeout=ANSWER_S, trust_env=False)
-    assert response.json() == {"success": True}
 
 
 @pytest.mark.requirement("C1", "a decoded block is saved only when all of its KV is computed")

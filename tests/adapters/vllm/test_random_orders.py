@@ -16,7 +16,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -25,11 +30,13 @@ from pdstore import open_store
 from pdstore.adapters.vllm import PDStoreConnector, plugin
 from pdstore.adapters.vllm.messages import RankLayout, StepReport
 from pdstore.adapters.vllm.scheduler import PDStoreConnectorScheduler
+from pdstore.adapters.vllm.tables import StateTables
 from pdstore.engine.job_end import JobEnd
 from pdstore.errors import Direction, Reason
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId
 from tests.support.kv import Instance, settings_of
+from tests.support.states import StateInstance
 
 BLOCK, NUM_BLOCKS, MAX_NEW = 16, 24, 40
 SHARED = list(range(1, 129))
@@ -61,13 +68,77 @@ def config(checkpoints):
     ).create_engine_config()
 
 
+def groups_of(mode):
+    """The KV groups of a model: of its states, if it has some in this mode of vLLM, come first."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["a", "b"], spec)]
+    if mode is None:
+        return groups
+    state = MambaSpec(
+        block_size=BLOCK if mode == "align" else 256,
+        shapes=((96,),),
+        dtypes=(torch.int8,),
+        mamba_cache_mode=mode,
+        page_size_padded=spec.page_size_bytes,
+    )
+    return [KVCacheGroupSpec([name], state) for name in "cd"] + groups
+
+
+class Contents:
+    """After which tokens the state in each block is, as a model would write the blocks.
+
+    A state that is overwritten while a save reads it is stored with a checksum that fits.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, list[int]] = {}  # by block
+        self._read: dict[int, dict[int, list[int]]] = {}  # by save: what it must find
+
+    def step(self, request, ids) -> None:
+        """Computes a step of a request, whose block tables of states are `ids`."""
+        stop = request.num_computed_tokens
+        for table, size in ids:
+            self._states[table[(stop - 1) // size]] = tokens_of(request, stop)
+
+    def begin(self, spec, tables) -> int:
+        """Begins a load or save that has these tables of states; returns how many it names."""
+        named = {block: end for table in tables for end, block in table.items()}
+        if spec.number is None:
+            self._states |= {block: [] for block in named}  # until all of it has come
+            return len(named)
+        prompt = spec.plan.keys
+        self._read[spec.number] = {block: self._states[block] for block in named}
+        for block, end in named.items():
+            assert len(self._states[block]) == end <= prompt.num_tokens
+        return len(named)
+
+    def loaded(self, request, tables) -> None:
+        for table in tables:
+            for end, block in table.items():
+                self._states[block] = tokens_of(request, end)
+
+    def check(self) -> None:
+        """Checks that no block was overwritten which a save still reads."""
+        for read in self._read.values():
+            assert read == {block: self._states[block] for block in read}
+
+    def end(self, number) -> None:
+        del self._read[number]
+
+
+def tokens_of(request, num_tokens):
+    """The first tokens of a request; those that no step has answered yet are 7."""
+    tokens = list(request.all_token_ids)[:num_tokens]
+    return tokens + [7] * (num_tokens - len(tokens))
+
+
 class Chance:
     """A vLLM instance without a model: jobs end after some turns, well or not, and tokens are 7.
 
     Where steps overlap, a step's outcome comes after the next step was scheduled.
     """
 
-    def __init__(self, config, url, seed, *, overlaps) -> None:
+    def __init__(self, config, url, seed, *, overlaps, mode=None) -> None:
         config.kv_transfer_config.kv_connector_extra_config |= {
             "store": url,
             "role": "both",
@@ -75,15 +146,18 @@ class Chance:
         }
         config.scheduler_config.async_scheduling = overlaps
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(["a", "b"], spec)]
+        config.cache_config.mamba_cache_mode = mode or "none"
+        config.cache_config.enable_prefix_caching = mode == "align"  # else all is loaded again
+        config.cache_config.prefix_cache_retention_interval = BLOCK  # so answers leave states
+        groups = groups_of(mode)
+        self._sizes = [g.kv_cache_spec.block_size for g in groups[: len(groups) - 1]]
+        self._contents = Contents()
+        self._prompts: dict[str, int] = {}  # the tokens of each request's prompt
         self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=max(BLOCK, *self._sizes, 0),
         )
         self.seen: Counter[str] = Counter()
         self._random = random.Random(seed)
@@ -98,7 +172,11 @@ class Chance:
         output = self.scheduler.schedule()
         requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
         tokens = [[] if request.is_prefill_chunk else [7] for request in requests]
+        for request in requests:
+            ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            self._contents.step(request, [*zip(ids, self._sizes, strict=False)])
         self._begin(output.kv_connector_metadata)
+        self._contents.check()
         self._steps.append((output, tokens))
         self.seen["preempted"] += sum(r.status is RequestStatus.PREEMPTED for r in self._alive())
         if len(self._steps) > self._overlaps:
@@ -138,15 +216,31 @@ class Chance:
         sampling.update_from_generation_config({}, 256)
         hasher = get_request_block_hasher(BLOCK, sha256)
         name, prompt = f"r{next(self._names)}", [*SHARED[:shared], *own]
+        self._prompts[name] = len(prompt)
         return Request(name, prompt, sampling, None, block_hasher=hasher)
 
     def _begin(self, metadata) -> None:
         for spec in metadata.loads:
             self.seen["load"] += 1
+            self.seen["load of states"] += self._contents.begin(spec, self._states_in(spec)) > 0
             self._jobs.append([self._random.randrange(4), spec])
         for spec in metadata.saves:
             self.seen["save"] += 1
+            is_answer = spec.plan.keys.num_tokens > self._prompts[spec.request_id]
+            self.seen["save of an answer"] += is_answer
+            self.seen["save of states"] += self._contents.begin(spec, self._states_in(spec)) > 0
             self._jobs.append([self._random.randrange(6), spec])
+
+    def _states_in(self, spec):
+        return spec.block_ids[: len(self._sizes)]
+
+    def _is_loaded(self, spec, num_tokens) -> bool:
+        """Returns whether a load has brought all its tokens, with their states."""
+        if spec.plan is None or num_tokens < spec.plan.num_tokens:
+            return False
+        if (asked := self.scheduler.requests.get(spec.request_id)) is not None:
+            self._contents.loaded(asked, self._states_in(spec))
+        return True
 
     def _outcome(self) -> KVConnectorOutput:
         """What the jobs report that end now."""
@@ -154,7 +248,7 @@ class Chance:
             job[0] -= 1
         ended = [spec for turns, spec in self._jobs if turns < 0]
         self._jobs = deque(job for job in self._jobs if job[0] >= 0)
-        report, loaded, bad = StepReport(), set(), set()
+        report, loaded, failed, bad = StepReport(), set(), set(), set()
         for spec in ended:
             direction = Direction.LOAD if spec.number is None else Direction.SAVE
             reason = self._random.choice([None, None, Reason.LOST])
@@ -167,13 +261,21 @@ class Chance:
                 report.ended.append(end)
             if direction is Direction.SAVE:
                 report.released[spec.number] = 1
+                self._contents.end(spec.number)
                 continue
             loaded.add(spec.request_id)
             first = 0 if spec.plan is None else max(spec.plan.first_token, num_tokens)
-            if spec.plan is None or first < spec.plan.num_tokens:
+            if self._is_loaded(spec, first):
+                continue
+            if self._sizes:  # vLLM takes no blocks of several KV groups
+                failed.add(spec.request_id)
+            else:
                 bad |= {id for id in spec.block_ids[0][first // BLOCK :] if id != NO_BLOCK}
         return KVConnectorOutput(
-            finished_recving=loaded, kv_connector_worker_meta=report, invalid_block_ids=bad
+            finished_recving=loaded,
+            failed_recving=failed,
+            kv_connector_worker_meta=report,
+            invalid_block_ids=bad,
         )
 
 
@@ -184,26 +286,34 @@ def chance_of(config, tmp_path, closed_after):
     instance = closed_after(Instance(store))
     keys = instance.cache.keys(SHARED)
     assert instance.pool.save(keys, range(len(SHARED) // BLOCK)).wait(20).reason is None
+    with_states = closed_after(StateInstance(store, block=BLOCK))
+    with_states.put(SHARED, 32, 64)
 
-    def make(seed, *, overlaps):
-        chance = Chance(config, url, seed, overlaps=overlaps)
+    def make(seed, *, overlaps, mode=None):
+        chance = Chance(config, url, seed, overlaps=overlaps, mode=mode)
         connector = chance.scheduler.connector
-        connector.set_xfer_handshake_metadata({0: RankLayout(instance.namespace, BLOCK)})
+        layout = RankLayout(instance.namespace, BLOCK)
+        if mode is not None:
+            size = BLOCK if mode == "align" else 256
+            states = StateTables(frozenset({0, 1}), size, keeps_ends=mode == "align")
+            layout = RankLayout(with_states.namespace, BLOCK, states)
+        connector.set_xfer_handshake_metadata({0: layout})
         closed_after(connector.scheduler)
         return chance
 
     return make
 
 
+@pytest.mark.parametrize("mode", [None, "align", "none"], ids=["no states", "align", "none"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["one-step", "two-steps"])
-def test_vllm_calls_in_a_legal_order(chance_of, overlaps, monkeypatch):
+def test_vllm_calls_in_a_legal_order(chance_of, overlaps, mode, monkeypatch):
     seen: Counter[str] = Counter()
     faults = []
     note = faults.append
     monkeypatch.setattr(PDStoreConnectorScheduler, "bypass", lambda side, error: note(error))
     monkeypatch.setattr(PDStoreConnector, "count_fault", lambda side, hook: note(sys.exc_info()[1]))
     for seed in range(3):
-        chance = chance_of(seed, overlaps=overlaps)
+        chance = chance_of(seed, overlaps=overlaps, mode=mode)
         connector = chance.scheduler.connector
         for _ in range(NUM_TURNS):
             chance.turn()
@@ -213,5 +323,10 @@ def test_vllm_calls_in_a_legal_order(chance_of, overlaps, monkeypatch):
         assert faults == []
         free = chance.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == NUM_BLOCKS - 1, "but for vLLM's null block"
-    for name in ("preempted", "reset", "load", "short load", "left as WAITING", "left as RUNNING"):
+    names = ["preempted", "reset", "load", "short load", "left as WAITING", "left as RUNNING"]
+    if mode is not None:
+        names += ["load of states", "save of states"]
+    if mode != "none":
+        names += ["save of an answer"]
+    for name in names:
         assert seen[name], f"the walk has shown no {name}: {seen}"

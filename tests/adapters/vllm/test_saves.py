@@ -116,7 +116,7 @@ def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, t
     state = state_of()
     [save] = compute(saves, state, asked, 192)
     assert list(save.block_ids[0]) == table
-    saves.forget_tables("r")
+    saves.forget("r")
     assert compute(saves, state, asked, 108) == []
 
 

@@ -113,7 +113,7 @@ def test_a_request_whose_end_raises_is_renewed_no_more(num_renewed, scheduler_of
     asked.num_computed_tokens, asked.num_output_tokens = 0, 1  # it was preempted
     found(scheduler, asked)
     eventually(lambda: num_renewed() == 1)
-    monkeypatch.setattr(scheduler.saves, "held", None)
+    monkeypatch.setattr(scheduler.saves, "plan_answer", None)
     with pytest.raises(TypeError):
         scheduler.finish_request(asked)
     eventually(lambda: num_renewed() == 0)

@@ -8,15 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
+from pdstore import LayerSpec, Layout
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.weights import WeightsWatch
-from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
+from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
 from pdstore.format.plan import Announcement, LoadPlan, SavePlan
-from tests.adapters.vllm.standins import vllm_config
+from tests.adapters.vllm.standins import GROUP, vllm_config
 from tests.support.kv import Instance, eventually, settings_of
+from tests.support.states import NO_WINDOW, StateInstance
 
 IDS = list(range(1, 21))
 
@@ -133,7 +136,7 @@ def test_a_layer_range_is_stored_while_the_model_computes_the_next(store, monkey
     """From then on D may follow the hand-off."""
     monkeypatch.setattr("pdstore.store.transfer.Split.early_bytes", 0)  # these ranges are small
     instance = Instance(store, layer_ranges=2)
-    cache = SimpleNamespace(kv_cache_groups=[None], num_blocks=64)
+    cache = SimpleNamespace(kv_cache_groups=[GROUP], num_blocks=64)
     worker = PDStoreConnectorWorker(settings_of(), vllm_config(), cache, instance.pool.metrics)
     worker.use_pool(instance.pool, layers=["a", "b", "c"])
     handoff, keys = HandoffId.new(), instance.cache.keys(range(200))
@@ -221,3 +224,79 @@ def test_a_load_that_runs_while_weights_are_written_does_not_count(worker, insta
     model.weight.add_(1)
     worker.notice_writes(PDStoreConnectorMetadata(question=1))
     assert eventually(lambda: worker.end_loads()[1]) == {"request"}
+
+
+def state_groups():
+    """vLLM's KV groups of a model with states in blocks of 64 tokens, whose tables come first."""
+    state = MambaSpec(
+        block_size=64, shapes=((96,),), dtypes=(torch.int8,), mamba_cache_mode="align"
+    )
+    full = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    return [KVCacheGroupSpec([f"layer {n}"], spec) for n, spec in enumerate((state, state, full))]
+
+
+def state_worker(instance):
+    """A worker on an engine with 24 blocks of 64 tokens, of four rows each."""
+    caches = SimpleNamespace(kv_cache_groups=state_groups(), num_blocks=24)
+    worker = PDStoreConnectorWorker(settings_of(), vllm_config(), caches, instance.pool.metrics)
+    worker.use_pool(instance.pool, rows_per_block=4)
+    return worker
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_state_fills_one_row_and_a_block_of_tokens_four(store, closed_after, has_state):
+    p, d = (closed_after(StateInstance(store)) for _ in range(2))
+    keys, handoff = p.cache.keys(range(299)), HandoffId.new()
+    saver, loader = state_worker(p), state_worker(d)
+    assert saver.handshake().block_tokens == 64
+    assert saver.handshake().states.numbers == {0, 1}
+    tables = [{299: 20}, {299: 21}, [3, 4, 5, 6, 7]]
+    save(saver, SaveSpec(7, "request", SavePlan(keys, 0, handoff), tables))
+    eventually(lambda: saver.pop_report() is None and saver.is_idle)
+    assert store.match([handoff.done(p.namespace, 0)])
+    if not has_state:
+        parts = [part for part in d.namespace.parts if part.group in d.namespace.states]
+        store.remove(keys.store_keys(parts))
+    there = [{299: 2}, {299: 1}, [9, 8, 12, 11, 10]]
+    has_failed = load(loader, LoadSpec("request", LoadPlan(keys, 0, 299), there))
+    assert has_failed is not has_state
+    assert not loader.pop_bad_blocks(), "vLLM takes no blocks of several KV groups"
+    if has_state:
+        assert torch.equal(d.caches[0][2], p.caches[0][20])
+        assert torch.equal(d.caches[2][1], p.caches[2][21])
+        assert torch.equal(d.caches[1][36:40], p.caches[1][12:16])
+
+
+FULL = LayerSpec(2, 8, table=1)
+STATE = NO_WINDOW[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "done"),
+    [
+        ([STATE, FULL, STATE, FULL], {"b": [2], "d": [4]}),
+        ([FULL, STATE, FULL, STATE], {"a": [], "c": [3]}),  # range 0 ends with a state
+        ([STATE, STATE, FULL, STATE], {"c": [3]}),
+    ],
+)
+def test_a_state_counts_as_computed_when_a_later_layer_is_reported(layers, done):
+    layout = Layout.of(
+        settings_of(layer_ranges=2),
+        dtype="float32",
+        layers=layers,
+        engine_block_tokens=16,
+        rope="",
+        boundary_tokens=64,
+    )
+    counts: list[int] = []
+    saves = OpenSaves(layout, ["a", "b", "c", "d"])
+    saves.add(SimpleNamespace(layers_done=lambda n, **_: counts.append(n)))
+    seen = {}
+    for name in done:
+        counts.clear()
+        saves.layer_done(name)
+        seen[name] = [*counts]
+    assert seen == done
+    counts.clear()
+    saves.end_step()
+    assert counts == [4]

@@ -1,0 +1,272 @@
+"""What each layer of a model keeps of a prompt, as vLLM describes it; what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from pdstore.adapters.vllm.tables import is_state, order_of_states, specs_of
+from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.identity import LayerSpec
+from pdstore.format.keys import canonical
+from pdstore.format.layout import Pipeline
+
+Layers = dict[str, LayerSpec]
+"""A layout's layers in their order. The keys are the names that vLLM gives them."""
+
+SEE = "docs/models.md has a table of the models that run"
+
+_OPAQUE_MODES = {
+    "NONE",
+    "FP8_PER_TENSOR",
+    "INT8_PER_TOKEN_HEAD",
+    "FP8_PER_TOKEN_HEAD",
+    "INT4_PER_TOKEN_HEAD",
+}
+"""The forms of quantized KV in which the bytes of a token and head contain their own scales, or in
+which the scales are part of the weights."""
+
+
+def views_of(
+    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns vLLM's tensors in the form for `KVPool`, one KV group after another.
+
+    A layer of tokens: [blocks, tokens, local KV heads, K and V channels]. A layer with states:
+    [blocks, 1, 1, bytes].
+    """
+    return {
+        name: kv_caches[name].view(torch.uint8) if is_state(spec) else _view_of(name, kv_caches)
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in specs_of(group).items()
+    }
+
+
+def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch.Tensor]) -> Layers:
+    """Returns the layers in this rank's cache, in the order of a layout.
+
+    views: as `views_of` returns them. Raises LayoutError for layers that are not supported.
+    """
+    if not views:
+        raise LayoutError("no layer of it has a KV cache; choose a smaller pipeline-parallel size")
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    layers: Layers = {}
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in specs_of(group).items():
+            if is_state(spec):
+                module = _module(vllm_config, name)
+                device = views[name].device.type
+                layers[name] = _state(spec, module, device, tp_size, table)
+            else:
+                layers[name] = _of_tokens(name, spec, views[name], tp_size, table)
+    blocks = {views[name].shape[1] for name, spec in layers.items() if not spec.is_state}
+    if len(blocks) > 1:
+        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens; {SEE}")
+    has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
+    # each rank holds an MLA layer whole, whatever the number of heads
+    if has_copies and any(not spec.is_whole for spec in layers.values()):
+        raise LayoutError(
+            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
+            " tensor-parallel size"
+        )
+    return in_order(layers)
+
+
+def in_order(layers: Layers) -> Layers:
+    """Returns layers in the order of a layout: by block table.
+
+    If some have states, the order is the model's, so that a layer range ends early in a step. Of
+    one number, layers of tokens come first: vLLM reports only such layers when it computes them,
+    and a state counts as computed when a later one is reported.
+    """
+    if not any(spec.is_state for spec in layers.values()):
+        return dict(sorted(layers.items(), key=lambda each: each[1].table))
+
+    def at(name: str) -> tuple[Sequence[int], bool]:
+        numbers = tuple(int(part) for part in name.split(".") if part.isdecimal())
+        return numbers, layers[name].is_state
+
+    return {name: layers[name] for name in sorted(layers, key=at)}
+
+
+def all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
+    """Returns the model's layers in the layout's order, and their stages if there are several.
+
+    All ranks of a pipeline must call it at the same time, to send each other what `own` returns. If
+    `own` raises LayoutError on one rank, all ranks raise it, so that no rank waits for that rank.
+    """
+    ranks = parallel_state.get_pp_group()
+    if ranks.world_size == 1:
+        return own(), None
+    try:
+        mine: Layers | str = own()
+    except LayoutError as error:
+        mine = str(error)
+    gathered: list[Layers | str] = [""] * ranks.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=ranks.cpu_group)
+    return joined(gathered, ranks.rank_in_group)
+
+
+def joined(gathered: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeline]:
+    """Returns the layers of all stages, in the order that they would have on a single rank.
+
+    gathered: for each stage, its layers in order, or why it is not supported.
+    stage: the stage of this rank.
+    Raises LayoutError for the first stage that is not supported.
+    """
+    layers: Layers = {}
+    stage_of: dict[str, int] = {}
+    for number, each in enumerate(gathered):
+        if isinstance(each, str):
+            raise LayoutError(f"pipeline stage {number}: {each}")
+        layers |= each
+        stage_of |= dict.fromkeys(each, number)
+    layers = in_order(layers)
+    return layers, Pipeline(tuple(stage_of[name] for name in layers), stage)
+
+
+def page_of(vllm_config: Any, layer: str) -> str:
+    """Returns the page format of vLLM's CPU backend, named by its kernels' instruction set."""
+    module = _module(vllm_config, layer)
+    isa = getattr(module, "isa", None)
+    if isa is None:
+        backend = getattr(module, "attn_backend", None)
+        isa = backend.get_name() if backend is not None else "plain"
+    return f"vllm-cpu:{isa}"
+
+
+def refuse_states(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ConfigError if a model has layers with states that cannot be handed over."""
+    states = [
+        (name, number, spec)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for name, spec in specs_of(group).items()
+        if is_state(spec)
+    ]
+    if not states:
+        return
+    name, number, first = states[0]
+    where = f"layer {name} of KV group {number} keeps a state for a whole prefix"
+    speculates = getattr(vllm_config, "speculative_config", None) is not None
+    if speculates or any(spec.num_speculative_blocks for _, _, spec in states):
+        raise ConfigError(
+            f"{where}, and vLLM moves such states while it speculates: turn off speculative"
+            f" decoding (--speculative-config) on P and D; {SEE}"
+        )
+    num_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    if len(states) == num_layers:
+        raise ConfigError(
+            f"{where}, as all of its layers do, and pdstore needs a layer with KV of each token"
+            f" beside them; {SEE}"
+        )
+    for name, number, spec in states:
+        kept = (spec.block_size, spec.mamba_cache_mode)
+        if kept != (first.block_size, first.mamba_cache_mode) or kept[1] not in ("align", "none"):
+            raise ConfigError(
+                f"layer {name} of KV group {number} keeps states in blocks of {kept[0]} tokens in"
+                f" mode {kept[1]}, and layer {states[0][0]} in blocks of {first.block_size} in mode"
+                f" {first.mamba_cache_mode}: pdstore supports one size, in the modes align and"
+                f" none; {SEE}"
+            )
+
+
+def _refuse(name: str, table: int, why: str) -> NoReturn:
+    raise LayoutError(f"layer {name} of KV group {table} {why}; {SEE}")
+
+
+def _view_of(name: str, kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    cache = kv_caches[name]
+    if not isinstance(cache, torch.Tensor) or cache.dim() not in (3, 4):
+        raise LayoutError(f"layer {name}: its KV cache is not a tensor of 3 or 4 dimensions")
+    return cache.unsqueeze(2) if cache.dim() == 3 else cache.transpose(1, 2)
+
+
+def _state(spec: Any, module: Any, device: str, tp_size: int, table: int) -> LayerSpec:
+    """Returns a layer with states. Its form is all that gives meaning to a state's bytes."""
+    form = canonical(
+        [
+            str(spec.mamba_type),
+            [list(shape) for shape in spec.shapes],
+            [str(dtype) for dtype in spec.dtypes],
+            order_of_states(),
+            device,
+            None if module is None else module.get_attn_backend().get_name(),
+        ]
+    )
+    return LayerSpec.state(
+        spec.state_content_size_bytes,
+        form,
+        ranks=tp_size,
+        table=table,
+        is_whole=spec.tp_replicated,
+    )
+
+
+def _of_tokens(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
+    """Returns a layer's shape. Raises LayoutError if its blocks hold anything but causal KV."""
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    if mode not in _OPAQUE_MODES:
+        _refuse(name, table, f"keeps scales apart from the tokens of a block ({mode})")
+    _refuse_sparse_attention(name, spec, table)
+    if getattr(spec, "non_causal", False):
+        _refuse(name, table, "is not causal: its KV depends on later tokens")
+    heads, channels = cache.shape[2:]
+    if type(spec) is MLAAttentionSpec:
+        return LayerSpec.latent(channels, table=table)
+    head_dim = min(spec.head_size, channels) if hasattr(spec, "head_size") else channels
+    full = LayerSpec(heads * tp_size, head_dim, value_dim=channels - head_dim, table=table)
+    if type(spec) is SlidingWindowSpec:
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        return replace(full, window=window)
+    if type(spec) is FullAttentionSpec:
+        return full
+    _refuse(
+        name,
+        table,
+        f"keeps its KV as {type(spec).__name__}; pdstore supports full attention, sliding windows,"
+        " MLA, and states (Mamba, GDN, KDA, short convolutions)",
+    )
+
+
+def _is_old_indexer(spec: Any) -> bool:
+    """Returns True for an indexer's cache as vLLM 0.26 describes it.
+
+    There an indexer is an MLA layer of bytes that names neither a cache dtype nor a quantization.
+    An MLA layer with fp8 names both. Later versions of vLLM name an indexer's role.
+    """
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
+    is_unnamed = getattr(spec, "cache_dtype_str", None) is None
+    return isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
+
+
+def _refuse_sparse_attention(name: str, spec: Any, table: int) -> None:
+    """Raises LayoutError for caches of sparse attention whose rows cannot be cut by token."""
+    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
+    if role != "sparse" or "indexer" in name.split(".") or _is_old_indexer(spec):
+        _refuse(
+            name,
+            table,
+            "is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its blocks ends with"
+            " the scales of all its tokens, so a prompt's tail would lose them",
+        )
+    tokens_per_row = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    version = getattr(spec, "model_version", None)
+    if tokens_per_row not in (1, -1) or version is not None:  # -1: a state, no attention
+        _refuse(
+            name,
+            table,
+            f"keeps compressed attention ({tokens_per_row} tokens in a row, {version}): a row does"
+            " not belong to one token",
+        )
+
+
+def _module(vllm_config: Any, layer: str) -> Any:
+    """Returns the part of vLLM's model that computes a layer; None if it is not known."""
+    return vllm_config.compilation_config.static_forward_context.get(layer)
