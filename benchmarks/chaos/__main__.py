@@ -6,7 +6,8 @@
     make chaos ENGINE=vllm
 
 The instances are mini engines, or vLLM on a CPU (`--engine vllm`), and every answer is compared
-with one instance's, ids and probabilities. After each round everything that it took must be free
+with one instance's, ids and probabilities. Half of the mini engines keep a state beside their KV
+(`--engine states`: all). After each round everything that it took must be free
 again: requests, blocks, slots, threads, fds, temporary files, keys. The faults of a round follow
 from the seed and the round's number; where they hit the code does not. The exit status is 1 if
 anything was wrong.
@@ -49,7 +50,7 @@ def main() -> int:
             shape=QUICK if given.quick else Shape(),
             first_round=given.round or 0,
             say=say,
-            engine=ENGINES[given.engine],
+            engines=ENGINES[given.engine],
         )
         seconds = 0.0 if given.round is not None else 60 * given.minutes
         asyncio.run(campaign.run(seconds, len(given.stores) if given.quick else None))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.chaos.engines import ENGINES, Engine
+from benchmarks.chaos.engines import MINI, Engine
 from benchmarks.chaos.prompts import MAX_TOKENS
 
 _CLOSE = 1e-3  # logprobs of a batch and of a single prompt differ in the last digits
@@ -38,7 +38,7 @@ async def ask(
     client: httpx.AsyncClient,
     url: str,
     prompt: Sequence[int],
-    engine: Engine = ENGINES["mini"],
+    engine: Engine = MINI,
     *,
     streams: bool = False,
 ) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import httpx
 from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.audit import Audit
 from benchmarks.chaos.disk import open_disk
-from benchmarks.chaos.engines import Engine
+from benchmarks.chaos.engines import STATES, Engine
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
 from benchmarks.chaos.pools import POOLS, Pool
@@ -49,7 +50,7 @@ class Campaign:
     """All rounds of one seed.
 
     shape: how long a round is, and how many of them a stage has; with the seed it gives the faults.
-    engine: P's and D's.
+    engines: each stage draws P's and D's from them.
     first_round: the number of the first round that runs; rounds are numbered from 0.
     """
 
@@ -62,24 +63,27 @@ class Campaign:
         shape: Shape,
         first_round: int,
         say: Say,
-        engine: Engine,
+        engines: Sequence[Engine],
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._scratch, self._seed, self._pools = scratch, seed, pools
         self._shape, self._say = shape, say
         self._number = first_round
         self._prompts = make_prompts(seed, shape.num_prompts)
-        self._answers: list[Answer] = []
+        self._answers: dict[Engine, list[Answer]] = {}
         self._model = scratch / "model"
         self._namespace = ""
         self.tally = Tally()
 
     async def run(self, seconds: float, num_stages: int | None = None) -> None:
         """Runs rounds until the time or `num_stages` is up; a round that has begun is finished."""
-        make_checkpoint(self._model, self._engine.head_dim)
-        with open_spawner(self._scratch, self._model, self._engine.name) as spawner:
-            self._answers = await answers_of_one(spawner, self._model, self._prompts, self._engine)
-            self._say(f"one instance has answered {len(self._prompts)} prompts")
+        first = self._engines[0]
+        make_checkpoint(self._model, first.head_dim)
+        with open_spawner(self._scratch, self._model, first.name) as spawner:
+            for engine in self._engines:
+                answers = await answers_of_one(spawner, self._model, self._prompts, engine)
+                self._answers[engine] = answers
+                self._say(f"one instance has answered {len(self._prompts)} prompts")
             deadline = time.monotonic() + seconds
             stages = itertools.count() if num_stages is None else range(num_stages)
             for _ in stages:
@@ -93,11 +97,13 @@ class Campaign:
         variant = _VARIANTS[index // len(self._pools) % len(_VARIANTS)]
         seed = f"{self._seed} stage {index}"
         faulty = variant.faulty.format(seed=self._seed + index)
-        options = Options(variant.mode, faulty, engine=self._engine)
+        engine = random.Random(f"{seed} engine").choice(self._engines)
+        options = Options(variant.mode, faulty, engine=engine)
         with open_disk(self._scratch / f"disk-{index}") as disk:
             pool = POOLS[kind](spawner, disk, seed)
             async with open_stage(spawner, pool, self._model, options, seed) as stage:
-                self._say(f"stage {index}: {kind} {options.mode} {options.faulty}")
+                states = "with states " if engine is STATES else ""
+                self._say(f"stage {index}: {kind} {options.mode} {states}{options.faulty}")
                 audit = Audit(stage, await self._warm_up(stage))
                 self.tally.failures += [f"at the start: {each}" for each in await audit.leaks()]
                 stop = (index + 1) * self._shape.rounds_per_stage
@@ -121,7 +127,7 @@ class Campaign:
         """False if a first answer took longer than the router waits for one."""
         some = self._prompts[:8]
         try:
-            await asyncio.gather(*(ask(client, stage.url, p, self._engine) for p in some))
+            await asyncio.gather(*(ask(client, stage.url, p, stage.options.engine) for p in some))
         except NoAnswerError:
             return False
         return True
@@ -137,9 +143,10 @@ class Campaign:
             is_slow=pool.is_slow,
             is_sheltered=number % 2 == 1,
         )
-        faults = plan_round(seed, scene, self._shape.round_s, self._engine.faults_per_s)
+        engine = stage.options.engine
+        faults = plan_round(seed, scene, self._shape.round_s, engine.faults_per_s)
         injector = Injector(stage, seed)
-        one = Round(stage, injector, self._prompts, self._answers, seed)
+        one = Round(stage, injector, self._prompts, self._answers[engine], seed)
         began = time.monotonic()
         with contextlib.suppress(asyncio.CancelledError):
             await one.run(faults, self._shape.round_s)

@@ -50,7 +50,7 @@ class Engine(ABC):
 
 
 class MiniEngine(Engine):
-    """The mini engine."""
+    """The mini engine. arguments: added to its command line."""
 
     name = "mini"
     head_dim = 16
@@ -59,8 +59,12 @@ class MiniEngine(Engine):
     idle: ClassVar[Mapping[str, float]] = {
         "mini_engine_free_blocks": float(_NUM_BLOCKS),
         "mini_engine_requests": 0.0,
+        "mini_engine_states": 0.0,
         **_PDSTORE_IDLE,
     }
+
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
 
     def command(self, model: Path, port: int, role: str, store: str) -> Sequence[str]:
         return [
@@ -68,6 +72,7 @@ class MiniEngine(Engine):
             *("--num-blocks", str(_NUM_BLOCKS), "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", "64", "--served-model-name", "chaos"),
             *(("--role", role, "--store", store) if role else ()),
+            *self._arguments,
         ]
 
     def num_loaded(self, usage: Mapping[str, Any]) -> int:
@@ -107,4 +112,10 @@ class VllmEngine(Engine):
         return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (MiniEngine(), VllmEngine())}
+MINI, STATES = MiniEngine(), MiniEngine("--state")
+ENGINES: dict[str, Sequence[Engine]] = {
+    "mini": (MINI, STATES),
+    "states": (STATES,),
+    "vllm": (VllmEngine(),),
+}
+"""The engines that a campaign draws from for each stage; STATES has states beside its KV."""

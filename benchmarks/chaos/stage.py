@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.chaos.asking import Answer, ask
-from benchmarks.chaos.engines import ENGINES, Engine
+from benchmarks.chaos.engines import MINI, Engine
 from benchmarks.chaos.plan import INSTANCES
 from benchmarks.chaos.pools import Pool
 from benchmarks.chaos.proxy import Proxy
@@ -51,7 +51,7 @@ class Options:
     arguments: Sequence[str] = ()
     router: Sequence[str] = ()
     is_direct: bool = False
-    engine: Engine = ENGINES["mini"]
+    engine: Engine = MINI
 
 
 class Stage:
@@ -178,7 +178,7 @@ async def answers_of_one(
     spawner: Spawner,
     model: Path,
     prompts: Sequence[Sequence[int]],
-    engine: Engine = ENGINES["mini"],
+    engine: Engine = MINI,
 ) -> list[Answer]:
     """Returns what all answers are compared with: those of one instance without a pool."""
     (port,) = free_ports(1)

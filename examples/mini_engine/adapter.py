@@ -18,6 +18,7 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request
+from examples.mini_engine.state import FORM, StateCache
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +46,22 @@ class Adapter:
         self, config: Config, model: Model, cache: PagedCache, metrics: pdstore.Metrics
     ) -> None:
         settings = config.settings
-        layer = pdstore.LayerSpec(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
         layout = pdstore.Layout.of(
             settings,
             dtype=config.dtype,
-            layers=[layer] * model.num_layers,
+            layers=_layers_of(model, cache.states),
             engine_block_tokens=config.block_size,
             rope=model.rope,
         )
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
+        caches = [*cache.layers, *([] if cache.states is None else [cache.states.rows])]
         if settings.selftest:
-            pdstore.self_test(settings, layout, cache.layers)
+            pdstore.self_test(settings, layout, caches)
         self._settings = settings
         self._metrics = metrics
         self._block_size = config.block_size
+        self._states = cache.states
         self.cache = pdstore.PrefixCacheManager(
             settings,
             namespace,
@@ -68,7 +70,7 @@ class Adapter:
             weights_of=partial(pdstore.weights_revision, config.model),
         )
         self.pool = pdstore.KVPool(
-            settings, layout, cache.layers, namespace, metrics=metrics, max_jobs=config.max_jobs
+            settings, layout, caches, namespace, metrics=metrics, max_jobs=config.max_jobs
         )
         self._prompt_times = pdstore.PromptTimes.from_settings(settings, namespace, metrics)
         registries = [metrics.registry]
@@ -93,11 +95,14 @@ class Adapter:
     def look_up(self, request: Request) -> None:
         """Starts a lookup: how much of the prompt the pool has, or when to follow a hand-off."""
         with self._degrading(request):
+            asked = request.asked or pdstore.TransferParams.parse(request.kv_transfer_params)
+            if self._leaves_last_token(request, asked):
+                request.withhold_last_token()
             state = pdstore.EngineRequest(
                 self.cache,
                 self._settings,
                 self.cache.keys(request.token_ids),  # no more than the prompt so far
-                request.asked or request.kv_transfer_params,
+                asked,
                 id=request.id,
                 traceparent=request.traceparent,
                 prompt_times=self._prompt_times,
@@ -119,10 +124,13 @@ class Adapter:
         with self._degrading(request):
             end = tracked.state.find(0, request.num_prompt)
             request.miss_reason = _value_of(tracked.state.reason)
+            if self._states is not None:  # the next prompt that begins so then finds a state there
+                request.chunk_ends.add(tracked.state.junction)
             if end > 0:
                 plan = tracked.state.plan_load(end, len(request.block_ids) * self._block_size)
+                tables = self._tables_of(request, {plan.keys.num_tokens: request.slot})
                 with self._recording(tracked.state, pdstore.Direction.LOAD):
-                    tracked.load = self.pool.begin_load(plan, request.block_ids)
+                    tracked.load = self.pool.begin_load(plan, tables)
                 self._record_end(tracked.state, tracked.load)
         return tracked.load is not None
 
@@ -173,6 +181,7 @@ class Adapter:
             tracked = self._requests.get(chunk.request)
             if tracked is not None and chunk.stop >= tracked.state.keys.num_tokens:
                 tracked.state.end_prompt()
+                self._keep_in_answer(chunk)
 
     def end(self, request: Request) -> None:
         """Cancels the lookup and the load of a request that has ended, if they still run.
@@ -186,6 +195,8 @@ class Adapter:
         with self._degrading(request):
             if len(request.token_ids) > request.num_prompt:
                 stop = len(request.token_ids) - 1  # the last token has no KV
+                if self._states is not None:
+                    stop = max(_kept_in_answer(request), default=0)
                 plan = tracked.state.plan_answer_save(stop, request.token_ids)
                 if plan is not None:
                     save = self._begin_save(request, plan)
@@ -223,12 +234,43 @@ class Adapter:
         if tracked is None:
             return None
         tracked.state.begin_step(chunk.start, chunk.stop)
-        return tracked.state.plan_save(chunk.start, chunk.stop)
+        plan = tracked.state.plan_save(chunk.start, chunk.stop, [chunk.stop])
+        if self._states is not None and plan is not None and plan.keys.num_tokens == chunk.stop:
+            self._states.keep(chunk.request, chunk.stop)
+        return plan
+
+    def _leaves_last_token(self, request: Request, asked: pdstore.TransferParams) -> bool:
+        """Returns whether D alone computes a prompt's last token.
+
+        D computes it in any case, and no engine can take it out of a state again.
+        """
+        is_p = self._states is not None and self.cache.is_prefill(asked)
+        return is_p and request.num_prompt > 1 and not asked.keeps_last_token
+
+    def _keep_in_answer(self, chunk: Chunk) -> None:
+        """Keeps the state at the last block's end that the answer has reached: `end` saves it."""
+        request, stop = chunk.request, chunk.stop
+        if self._states is None or not self._settings.save_decoded:
+            return
+        if stop > request.num_prompt and stop % self.pool.layout.block_tokens == 0:
+            for earlier in _kept_in_answer(request):
+                self._states.drop(request, earlier)
+            self._states.keep(request, stop)
+
+    def _tables_of(
+        self, request: Request, states: dict[int, int]
+    ) -> list[list[int] | dict[int, int]]:
+        """Returns a request's blocks, and these states of it by the tokens that they cover."""
+        if self._states is None:
+            return [request.block_ids]
+        return [request.block_ids, states]
 
     def _begin_save(self, request: Request, plan: pdstore.SavePlan) -> pdstore.OpenSave:
         tracked = self._requests[request]
         with self._recording(tracked.state, pdstore.Direction.SAVE, plan.handoff):
-            save = self.pool.begin_save(plan, request.block_ids, after=tuple(tracked.saves))
+            kept = {n: request.states[n] for n in request.states if n <= plan.keys.num_tokens}
+            tables = self._tables_of(request, kept)
+            save = self.pool.begin_save(plan, tables, after=tuple(tracked.saves))
         if plan.handoff is not None:
             tracked.publish = save.job
         tracked.saves.append(save.job)
@@ -271,6 +313,20 @@ class Adapter:
             request.miss_reason = pdstore.Reason.FAULT.value
             if (tracked := self._requests.get(request)) is not None:
                 tracked.state.give_up()
+
+
+def _layers_of(model: Model, states: StateCache | None) -> list[pdstore.LayerSpec]:
+    layer = pdstore.LayerSpec(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+    layers = [layer] * model.num_layers
+    if states is None:
+        return layers
+    num_bytes = states.rows[0].nbytes
+    return [*layers, pdstore.LayerSpec.state(num_bytes, FORM, table=1)]
+
+
+def _kept_in_answer(request: Request) -> list[int]:
+    """Returns the ends, behind the prompt, at which a request's state is kept."""
+    return [end for end in request.states if end > request.num_prompt]
 
 
 def _value_of(reason: pdstore.Reason | None) -> str | None:

@@ -116,7 +116,7 @@ class Answer:
 
     def _usage(self) -> Usage:
         request = self._request
-        num_prompt, num_output = request.num_prompt, len(request.output_ids)
+        num_prompt, num_output = len(request.prompt), len(request.output_ids)
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_output,

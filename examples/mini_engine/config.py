@@ -49,6 +49,11 @@ class Config:
     dtype: str = _option("float32", "of weights and KV", choices=("float32", "bfloat16", "float16"))
     served_model_name: str | None = _option(None, "what clients call it; default: its path")
     threads: int = _option(1, "CPU threads that compute", type=positive)
+    state: bool = _option(
+        False,
+        "add a layer with one state for all of a prefix, as hybrids have",
+        action="store_true",
+    )
     max_jobs: int = _option(1024, "saves, and loads, that wait for pdstore", type=positive)
 
     def __post_init__(self) -> None:

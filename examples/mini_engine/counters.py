@@ -23,12 +23,16 @@ class Counters:
         self._free_blocks = Gauge(
             "mini_engine_free_blocks", "Free blocks of the KV cache", registry=self.registry
         )
+        self._states = Gauge(
+            "mini_engine_states", "States that requests hold (--state)", registry=self.registry
+        )
 
     def show(self, scheduler: Scheduler, cache: PagedCache) -> None:
         """Sets the gauges; called once a turn."""
         for state in ("waiting", "loading", "running", "leaving"):
             self._requests.labels(state).set(len(getattr(scheduler, state)))
         self._free_blocks.set(cache.num_free)
+        self._states.set(0 if cache.states is None else cache.states.num_used)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"mini_engine_{name}", text, registry=self.registry)

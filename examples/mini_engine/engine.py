@@ -18,6 +18,7 @@ from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Finish, Request, State, Token
 from examples.mini_engine.scheduler import Scheduler
+from examples.mini_engine.state import StateCache
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Engine:
             config.block_size,
             getattr(torch, config.dtype),
             config.device,
+            _states_of(config, self.model),
         )
         self.counters = Counters()
         self.adapter: Adapter | None = None
@@ -197,6 +199,12 @@ class Engine:
             self.scheduler.finish(request, Finish("stop"))
         elif len(request.output_ids) == request.max_tokens:
             self.scheduler.finish(request, Finish("length"))
+
+
+def _states_of(config: Config, model: Model) -> StateCache | None:
+    if not config.state:
+        return None
+    return StateCache(2 * config.num_blocks, model.width, config.device)
 
 
 def _choose(logits: torch.Tensor, requests: list[Request]) -> list[Token]:

@@ -49,6 +49,7 @@ class Model:
         self.num_layers: int = self._hf_config.num_hidden_layers
         self.num_kv_heads: int = self._hf_config.num_key_value_heads
         self.head_dim: int = self._network.model.layers[0].self_attn.head_dim
+        self.width: int = self._hf_config.hidden_size
         self.vocab_size: int = self._hf_config.vocab_size
         self.max_model_len = _context(self._hf_config, config.max_model_len)
         self.end_ids = _end_ids(self._network.generation_config.eos_token_id)
@@ -83,8 +84,15 @@ class Model:
         for chunk, end in zip(chunks, accumulate(c.num_tokens for c in chunks), strict=True):
             num_prompt = min(chunk.stop, chunk.request.num_prompt) - chunk.start
             chunk.request.num_prefill_tokens += max(0, num_prompt)
+            if cache.states is not None:
+                inputs = self._network.model.embed_tokens(
+                    step.token_ids[end - chunk.num_tokens : end]
+                )
+                hidden[end - 1] += cache.states.advance(chunk.request, chunk.start, inputs)
             if chunk.is_last:
                 ends.append(end - 1)
+        if cache.states is not None and layer_written is not None:
+            layer_written(self.num_layers)
         logits: torch.Tensor = self._network.lm_head(hidden[ends]).float()
         if logits.is_cuda:  # else blocks of an aborted request could be lent while still written
             torch.cuda.synchronize(logits.device)

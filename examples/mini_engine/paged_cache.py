@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from examples.mini_engine.state import StateCache
 from pdstore import ConfigError
 
 
@@ -12,6 +13,8 @@ class PagedCache:
 
     A layer is [num_blocks, block_size, num_kv_heads, 2 * head_dim]; the last dimension holds K,
     then V. It starts as zeros, since attention multiplies the slots after a request's end by 0.
+
+    states: the requests' states, of a model that has them.
     """
 
     def __init__(
@@ -23,6 +26,7 @@ class PagedCache:
         block_size: int,
         dtype: torch.dtype,
         device: str,
+        states: StateCache | None = None,
     ) -> None:
         shape = (num_blocks, block_size, num_kv_heads, 2 * head_dim)
         try:
@@ -30,6 +34,7 @@ class PagedCache:
         except RuntimeError as error:
             raise ConfigError(f"--num-blocks {num_blocks}: {error}") from error
         self.layers = layers
+        self.states = states
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))

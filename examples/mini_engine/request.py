@@ -60,10 +60,14 @@ class Request:
     id: str = ""
     traceparent: str | None = None
 
+    withheld: list[int] = field(default_factory=list)  # the end of a prompt that only D computes
     state: State = State.WAITING
     is_aborted: bool = False
     num_prompt: int = field(init=False)  # tokens of the prompt
     block_ids: list[int] = field(default_factory=list)
+    slot: int = -1  # of its state, with --state
+    states: dict[int, int] = field(default_factory=dict)  # slots of kept states, by their tokens
+    chunk_ends: set[int] = field(default_factory=set)  # tokens at which a step must end
     num_computed: int = 0  # leading tokens whose KV is in the cache, computed here or loaded
     num_loaded: int = 0  # of these, loaded from the pool
     num_prefill_tokens: int = 0  # prompt tokens that the model computed here
@@ -77,7 +81,13 @@ class Request:
 
     @property
     def prompt(self) -> list[int]:
-        return self.token_ids[: self.num_prompt]
+        return self.token_ids[: self.num_prompt] + self.withheld
+
+    def withhold_last_token(self) -> None:
+        """Leaves the prompt's last token to D; the answer is one token, which nobody reads."""
+        self.withheld.append(self.token_ids.pop())
+        self.num_prompt -= 1
+        self.max_tokens = 1
 
     @property
     def output_ids(self) -> list[int]:

@@ -22,6 +22,7 @@ class Scheduler:
         self._max_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         self._cache = cache
+        self._block_tokens = config.settings.block_tokens
         self._adapter = adapter
         self.waiting: deque[Request] = deque()  # WAITING or LOOKING_UP, in order of arrival
         self.loading: list[Request] = []
@@ -37,6 +38,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        if self._cache.states is not None:
+            # A state can be saved only where a step ends. The last token has a step of its own, so
+            # that it is computed alike whether the tokens before it were loaded or computed.
+            last = request.num_prompt - 1
+            request.chunk_ends |= {last - last % self._block_tokens, last}
 
     def advance(self) -> None:
         """Handles aborts, lookups, admission, and the ends of loads and saves."""
@@ -57,7 +63,8 @@ class Scheduler:
         budget = self._max_tokens
         for request in sorted(self.running, key=lambda r: r.state is State.PREFILL):
             start = request.num_computed
-            stop = min(start + budget, len(request.token_ids))
+            ends = (end for end in request.chunk_ends if end > start)
+            stop = min(start + budget, len(request.token_ids), *ends)
             if start < stop:
                 chunks.append(Chunk(request, start, stop))
                 budget -= stop - start
@@ -80,6 +87,8 @@ class Scheduler:
             if self._adapter is None or self._adapter.is_done(request):
                 self.leaving.remove(request)
                 self._cache.free(request.block_ids)
+                if self._cache.states is not None and request.block_ids:
+                    self._cache.states.give_back(request)
                 request.block_ids = []
 
     def _look_up(self) -> None:
@@ -104,6 +113,8 @@ class Scheduler:
             if block_ids is None:
                 return
             request.block_ids = block_ids
+            if self._cache.states is not None:
+                self._cache.states.admit(request)
             self.waiting.remove(request)
             if self._adapter and self._adapter.load(request):
                 request.state = State.LOADING

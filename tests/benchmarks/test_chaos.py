@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks.chaos.asking import Answer
-from benchmarks.chaos.engines import ENGINES
+from benchmarks.chaos.engines import MINI
 from benchmarks.chaos.round import Round
 
 DEADLINE_S = 20
@@ -69,7 +69,7 @@ def failures_of(url: str) -> set[str]:
     """Runs a short round; returns the kinds of failures that it reports."""
 
     async def run():
-        options = types.SimpleNamespace(faulty="yes", engine=ENGINES["mini"])
+        options = types.SimpleNamespace(faulty="yes", engine=MINI)
         stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options)
         one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
         await one.run([], 0.05)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pdstore import HandoffId, KVPool, Store
+from pdstore import HandoffId, LayerSpec, Store
 from pdstore.errors import JobResult, Reason, StoreFull, StoreUnavailable, SwapError
+from pdstore.format.continuation import NO_BLOCK, BlockTables
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.format.plan import SavePlan
 from pdstore.store.base import Slots
@@ -20,9 +21,18 @@ from pdstore.store.memory import MemoryStore
 from pdstore.store.transfer import RANGE_BYTES
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker.swap.base import ReadyEvent, TorchSwap
-from tests.support.kv import BLOCK_BYTES, POISON, Instance, eventually
+from tests.support.kv import BLOCK_BYTES, LAYERS, POISON, Instance, eventually
 
 BLOCKS = list(range(80))
+SMALL = LayerSpec.state(40, "small", table=1, is_whole=True)
+LARGE = LayerSpec.state(3_000, "large", table=2, is_whole=True)
+WINDOW = LayerSpec(2, 8, window=100, table=3)
+LAYOUTS = {
+    "no states": LAYERS,
+    "one group of states": (*LAYERS, SMALL),
+    "two groups of states": (SMALL, *LAYERS, LARGE),
+    "states beside windows": (LAYERS[0], SMALL, WINDOW, LARGE, WINDOW),
+}
 seeds = pytest.mark.parametrize(
     "seeds",
     [
@@ -47,14 +57,18 @@ class Plan(NamedTuple):
     badness: float
     bad_copies: bool
     way: str
+    layers: str
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, object]:
         """The arguments of `Instance` that P and D have in common."""
+        layers = LAYOUTS[self.layers]
         return {
+            "layers": layers,
             "layer_ranges": self.layer_ranges,
             "kv_shards": self.kv_shards,
             "num_blocks": len(BLOCKS),
+            "boundary_tokens": 16 if WINDOW in layers else None,
         }
 
     @property
@@ -82,7 +96,33 @@ def plan_of(seed: int, *ways: str) -> Plan:
         badness=draw.choice([0.05, 0.2, 0.6]),
         bad_copies=draw.random() < 0.5,
         way=draw.choice(ways),
+        layers=draw.choice([*LAYOUTS]),
     )
+
+
+def saved_tables(p: Instance, num_tokens: int, seed: int) -> BlockTables:
+    """Returns P's block tables, with states after some of its blocks and after the last token."""
+    draw = random.Random(seed)
+    size = p.layout.block_tokens
+    ends = {end for end in range(size, num_tokens, size) if draw.random() < 0.3} | {num_tokens}
+    tables: list[Sequence[int] | dict[int, int]] = []
+    for tokens in p.layout.geometry.tables:
+        entries = draw.sample(BLOCKS, len(ends))
+        tables.append(BLOCKS if tokens else dict(zip(sorted(ends), entries, strict=True)))
+    return tables
+
+
+def loaded_tables(d: Instance, num_tokens: int) -> BlockTables:
+    """Returns D's block tables: of states the last, of windows what is needed after the tokens."""
+    tables: list[Sequence[int] | dict[int, int]] = []
+    for number, tokens in enumerate(d.layout.geometry.tables):
+        if tokens is None:
+            tables.append({num_tokens: number} if num_tokens else {})
+            continue
+        needed = d.layout.continuation.blocks(number, num_tokens)
+        first = needed.start * (d.layout.block_tokens // tokens)
+        tables.append([NO_BLOCK] * first + BLOCKS[first:])
+    return tables
 
 
 class BadStore(WrapperStore):
@@ -164,17 +204,18 @@ def test_what_a_load_says_is_loaded_is_what_was_saved(seeds: range) -> None:
         store = BadStore(MemoryStore(), plan)
         p = Instance(store, **plan.shape)
         d = Instance(store, fill=POISON, swap=bad_swap_of(plan), **plan.shape, **plan.manner)
-        keys = p.cache.keys(range(plan.num_tokens))
-        assert p.pool.save(keys, BLOCKS).wait(20).reason is None
+        keys, saved = p.cache.keys(range(plan.num_tokens)), saved_tables(p, plan.num_tokens, seed)
+        assert p.pool.save(keys, saved).wait(20).reason is None
         store.goes_bad()
         first = min(plan.first_token, plan.num_tokens // 16 * 16)
         handoff = HandoffId("1" * 32) if plan.way == "follow" else None
-        job = d.pool.load(keys, BLOCKS, first_token=first, follow=handoff)
+        tables = loaded_tables(d, plan.num_tokens)
+        job = d.pool.load(keys, tables, first_token=first, follow=handoff)
         if handoff is not None:
             p.pool.abort_handoff(handoff)
         result = job.wait(20)
-        assert_right(p, d, first, result.num_tokens)
-        assert all((d.tokens(BLOCKS, n)[:first] == POISON).all() for n in range(3))
+        assert_right(p, d, saved, tables, range(first, result.num_tokens))
+        assert all((kv[:first] == POISON).all() for kv in tokens_of(d).values())
         assert result.reason is not None or result.num_tokens == plan.num_tokens
         assert result.reason is not Reason.DEADLINE
         close(p, d)
@@ -189,26 +230,30 @@ def test_what_a_save_leaves_in_the_pool_is_right_and_its_handoff_whole(seeds: ra
         p = Instance(store, **plan.shape, **plan.manner)
         d = Instance(good, fill=POISON, **plan.shape)
         keys, handoff = p.cache.keys(range(plan.num_tokens)), HandoffId("2" * 32)
+        tables = saved_tables(p, plan.num_tokens, seed)
         store.goes_bad()
-        result = saved(p.pool, keys, handoff, plan.way, p)
+        result = saved(p, keys, tables, handoff, plan.way)
         done = [handoff.done(p.namespace, n) for n in range(p.namespace.num_shards)]
         if result.reason is None:
             assert good.match(done) == len(done)
-        found = d.cache.match(d.cache.keys(range(plan.num_tokens)))
-        loaded = d.pool.load(found.keys, BLOCKS).wait(20)
+        found = d.cache.match(d.cache.keys(range(plan.num_tokens + 1)))
+        places = loaded_tables(d, found.num_tokens)
+        loaded = d.pool.load(found.keys, places).wait(20)
         assert loaded.num_tokens == found.num_tokens
-        assert_right(p, d, 0, loaded.num_tokens)
+        assert_right(p, d, tables, places, range(loaded.num_tokens))
         close(p, d)
 
 
-def saved(pool: KVPool, keys: PromptKeys, handoff: HandoffId, way: str, p: Instance) -> JobResult:
+def saved(
+    p: Instance, keys: PromptKeys, tables: BlockTables, handoff: HandoffId, way: str
+) -> JobResult:
     """Saves a prompt for a hand-off; by layer, each layer is written just before it is released."""
     if way == "whole":
-        return pool.save(keys, BLOCKS, handoff=handoff).wait(20)
+        return p.pool.save(keys, tables, handoff=handoff).wait(20)
     want = [cache.clone() for cache in p.caches]
     for cache in p.caches:
         cache.fill_(POISON)
-    save = pool.begin_save(SavePlan(keys, handoff=handoff), BLOCKS)
+    save = p.pool.begin_save(SavePlan(keys, handoff=handoff), tables)
     for layer, cache in enumerate(p.caches):
         cache.copy_(want[layer])
         save.layers_done(layer + 1)
@@ -216,11 +261,25 @@ def saved(pool: KVPool, keys: PromptKeys, handoff: HandoffId, way: str, p: Insta
     return save.job.wait(20)
 
 
-def assert_right(p: Instance, d: Instance, first: int, end: int) -> None:
-    """D has P's KV of the tokens first..end in every layer."""
-    for layer in range(3):
-        got, want = d.tokens(BLOCKS, layer), p.tokens(BLOCKS, layer)
-        assert torch.equal(got[first:end], want[first:end])
+def tokens_of(one: Instance) -> dict[int, torch.Tensor]:
+    """Returns the KV of each layer that has any, by the layer's number: [token, head, channel]."""
+    layers = one.layout.identity.layers
+    return {n: one.tokens(BLOCKS, n) for n, spec in enumerate(layers) if not spec.is_state}
+
+
+def assert_right(
+    p: Instance, d: Instance, saved: BlockTables, loaded: BlockTables, counted: range
+) -> None:
+    """D has P's KV of the counted tokens in every layer, as far as it is needed, and P's states."""
+    got, want = tokens_of(d), tokens_of(p)
+    for layer, spec in enumerate(p.layout.identity.layers):
+        if not spec.is_state:
+            block = d.layout.continuation.blocks(spec.table, counted.stop).start
+            first = max(counted.start, block * d.layout.block_tokens)
+            assert torch.equal(got[layer][first : counted.stop], want[layer][first : counted.stop])
+        elif counted:
+            at_d, at_p = (tables[spec.table][counted.stop] for tables in (loaded, saved))
+            assert torch.equal(d.caches[layer][at_d], p.caches[layer][at_p])
 
 
 def close(p: Instance, d: Instance) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from pdstore.errors import (
     reasons_with,
 )
 from pdstore.format.block import HEADER_BYTES, START_BYTES, Header
+from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import BlockKey, Kind, PromptKeys, kind_of
@@ -69,6 +70,7 @@ class Shape:
     num_tokens: of the prompt; a block has two.
     follows: D loads while P saves.
     relayed: D has P's answer; else it waits for the marker that P has started.
+    num_states: groups of layers whose state after the prompt P saves beside the tokens.
     num_beats: the most that P puts while it saves; without any D does not know who P is.
     num_steps: of D's worker behind a `get`, each a taking of the lock, before which its follower
       may act. Then what is put is seen at once, and time stands still: those are tried without it.
@@ -79,6 +81,7 @@ class Shape:
     num_ranges: int = 1
     follows: bool = False
     relayed: bool = True
+    num_states: int = 0
     num_beats: int = 0
     num_steps: int = 0
 
@@ -201,15 +204,21 @@ class Actors:
         settings = settings_of(
             block_tokens=2, kv_shards=shape.num_ranks, layer_ranges=shape.num_ranges
         )
-        one = Layout.of(
-            settings, dtype="float32", layers=[LayerSpec(2, 1)] * 2, engine_block_tokens=1, rope=""
-        )
+        sizes = range(2, 2 + shape.num_states)
+        states = [
+            LayerSpec.state(size, "bytes", table=number, is_whole=True)
+            for number, size in enumerate(sizes, 1)
+        ]
+        layers = [LayerSpec(2, 1)] * 2 + states
+        one = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=1, rope="")
         self.namespace = one.namespace(settings, weights="w")
         self._handoff = HandoffId("1" * 32, INSTANCE if shape.num_beats else None)
         self.keys = PromptKeys(self.namespace).extend(range(shape.num_tokens))
         self._right = torch.arange(2.0 * 3 * 2 * 2).view(2, 3, 1, 2, 2)
+        self._states = [torch.arange(3 * n, dtype=torch.int8).view(3, n) for n in sizes]
         self._prefills = [self._rank_of(one, n) for n in range(shape.num_ranks)]
-        self._decode_rank = Rank(one, torch.full_like(self._right, POISON))
+        right = [*self._right, *self._states]
+        self._decode_rank = Rank(one, [torch.full_like(each, POISON) for each in right])
         self.done = [
             self._handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)
         ]
@@ -223,13 +232,18 @@ class Actors:
 
     def blocks_of(self, rank: int) -> set[BlockKey]:
         """Returns the keys of the blocks that a rank of P has to store."""
-        return set(self.keys.store_keys(self._prefills[rank].layout.owned_parts))
+        parts = self._prefills[rank].layout.owned_parts
+        states = [part for part in parts if part.group in self.namespace.states]
+        tokens = [part for part in parts if part not in states]
+        last = len(self.keys) - 1
+        return {*self.keys.store_keys(tokens), *self.keys.store_keys(states, last)}
 
     def _rank_of(self, layout: Layout, number: int) -> Rank:
         size = self.shape.num_ranks
         heads = 2 // size
         mine = self._right[:, :, :, number * heads : (number + 1) * heads].clone()
-        return Rank(replace(layout, tp_rank=number, tp_size=size), mine)
+        caches = [*mine, *(state.clone() for state in self._states)]
+        return Rank(replace(layout, tp_rank=number, tp_size=size), caches)
 
     def _prefill(self, number: int, store: Store) -> Reason | None:
         """Saves a prompt as one rank of P does. Returns why D will not get it, or None."""
@@ -238,7 +252,9 @@ class Actors:
         if number == 0 and not self.shape.relayed:
             started = self._handoff.started_marker(self.namespace, self.namespace.num_shards, 0)
             self._mark(mover, self._started, started)
-        work = SaveWork(mover, self._prompt(rank), SavePlan(self.keys, handoff=self._handoff))
+        ends = {self.keys.num_tokens: self.keys.num_tokens - 1} if self.rules.saves_states else {}
+        prompt = self._prompt(rank, self.keys, ends)
+        work = SaveWork(mover, prompt, SavePlan(self.keys, handoff=self._handoff))
         job = Job(Direction.SAVE, work, num_bytes=1, timeout_s=60)
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
@@ -268,8 +284,16 @@ class Actors:
         result = replace(result, reason=result.reason or found.reason)
         counted = slice(0, result.num_tokens)
         places = BLOCK_IDS[counted]
-        caches = zip(self._decode_rank.caches, self._right, strict=True)
-        return Taken(result, all(torch.equal(got[places], right[places]) for got, right in caches))
+        caches, num_layers = self._decode_rank.caches, len(self._right)
+        pairs = [
+            (got[places], right[places])
+            for got, right in zip(caches[:num_layers], self._right, strict=True)
+        ]
+        if result.num_tokens:
+            last = result.num_tokens - 1
+            states = zip(caches[num_layers:], self._states, strict=True)
+            pairs += [(got[0], right[last]) for got, right in states]
+        return Taken(result, all(torch.equal(got, right) for got, right in pairs))
 
     def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
         lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
@@ -295,7 +319,8 @@ class Actors:
         return find(store, self.keys, because.get(verdict, Reason.HANDOFF_LATE))
 
     def _load(self, store: ReplayStore, found: Match) -> JobResult:
-        prompt = self._prompt(self._decode_rank, found.keys)
+        entry = 0 if self.rules.takes_states else NO_BLOCK
+        prompt = self._prompt(self._decode_rank, found.keys, {found.keys.num_tokens: entry})
         kind = LoadWork
         if self.shape.num_steps:
             kind = SteppedLoad if self.rules.asks_once else TornLoad
@@ -336,8 +361,9 @@ class Actors:
             if isinstance(work, SteppedLoad):
                 work.lock.meanwhile = None
 
-    def _prompt(self, rank: Rank, keys: PromptKeys | None = None) -> PromptBlocks:
-        return PromptBlocks(rank.layout, keys or self.keys, [BLOCK_IDS])
+    def _prompt(self, rank: Rank, keys: PromptKeys, states: Mapping[int, int]) -> PromptBlocks:
+        """states: the entries of the states that are saved or loaded, by their ends."""
+        return PromptBlocks(rank.layout, keys, [BLOCK_IDS, *[states] * self.shape.num_states])
 
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)

@@ -100,6 +100,10 @@ class ReplayStore(Store):
     def match(self, keys: Sequence[BlockKey]) -> int:
         return self.ask("match", keys)
 
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found = self.ask("search", keys)
+        return [key in found for key in keys]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         conditions = self.ask("get", keys)
         for i, condition in enumerate(conditions):

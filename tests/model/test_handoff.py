@@ -19,6 +19,7 @@ WAITS, FOLLOWS = Shape(), Shape(follows=True)
 BOTH_AT_ONCE = Shape(follows=True, relayed=False)
 BEATS, FOLLOWS_BEAT = Shape(num_beats=2), Shape(num_beats=1, follows=True)
 TWO_RANKS, TWO_RANGES = Shape(num_ranks=2), Shape(num_ranges=2, follows=True)
+STATES, FOLLOWS_STATES = Shape(num_states=1), Shape(num_states=1, follows=True)
 STEPS = Shape(num_tokens=3, follows=True, num_steps=16)
 
 
@@ -37,6 +38,9 @@ def _quiet(caplog):
         (BOTH_AT_ONCE, 0, 10_000),
         (BEATS, 0, 40_000),
         (FOLLOWS_BEAT, 0, 20_000),
+        (STATES, 1, 100_000),
+        (FOLLOWS_STATES, 0, 30_000),
+        (Shape(num_tokens=3, num_states=1), 0, 20_000),
     ],
 )
 def test_no_state_is_wrong(shape, num_faults, least):
@@ -79,6 +83,10 @@ def test_no_step_of_the_follower_between_two_of_the_worker_makes_a_state_wrong(s
         (Shape(num_beats=3), 0),
         (Shape(num_beats=1), 1),
         (FOLLOWS_BEAT, 1),
+        (FOLLOWS_STATES, 1),
+        (Shape(num_states=2), 1),
+        (Shape(num_states=2, num_ranges=2, follows=True), 0),
+        (Shape(num_states=1, num_ranks=2), 0),
     ],
 )
 def test_no_state_of_a_larger_handoff_is_wrong(shape, num_faults):
@@ -116,6 +124,9 @@ def one_done_is_enough(found: set[BlockKey]) -> set[BlockKey]:
         (Rules(listens=False), FOLLOWS_BEAT, 0, "a P that is dead"),
         (Rules(minds_time=False), WAITS, 0, "for ever"),
         (Rules(minds_time=False), FOLLOWS, 0, "for ever"),
+        (Rules(saves_states=False), STATES, 0, "cannot be seen"),
+        (Rules(takes_states=False), STATES, 0, "not P's"),
+        (Rules(takes_states=False), FOLLOWS_STATES, 0, "not P's"),
         (Rules(asks_once=False), STEPS, 0, "of a hand-off that is whole"),
     ],
 )

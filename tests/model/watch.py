@@ -24,6 +24,8 @@ class Rules:
 
     beats: P beats while it saves.
     listens: D gives up a P that does not beat.
+    saves_states: P says `done` only if the states are stored, too.
+    takes_states: D goes on only with the states of the prompt's end.
     asks_once: D's worker learns by one look whether its load is at its end.
     sees: what D makes of the markers that are there.
     """
@@ -35,6 +37,8 @@ class Rules:
     beats: bool = True
     listens: bool = True
     asks_once: bool = True
+    saves_states: bool = True
+    takes_states: bool = True
     sees: Callable[[set[BlockKey]], set[BlockKey]] = lambda found: found
 
 

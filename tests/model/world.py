@@ -118,14 +118,16 @@ class World:
         """Everything that the store may answer to an actor's call."""
         conditions = dict(state.stored)
         leading = [conditions[key] for key in takewhile(conditions.__contains__, call.keys)]
+        found = tuple(key for key in call.keys if key in conditions)
+        read = {"get": tuple(leading), "search": found}
         if call.is_look:
             for looked in self._looks(state, call):
                 yield self._answered(state, number, looked)
         elif call.verb == "match":
             leased = state.leased | set(call.keys[: len(leading)])
             yield self._answered(state._replace(leased=leased), number, len(leading))
-        elif call.verb == "get":
-            yield self._answered(state, number, tuple(leading))
+        elif call.verb in read:
+            yield self._answered(state, number, read[call.verb])
         elif call.verb == "remove":
             stored = frozenset(v for v in state.stored if v[0] not in call.keys)
             yield self._answered(state._replace(stored=stored), number, None)

@@ -87,6 +87,7 @@ def close(engine):
     until(lambda: engine.cache.num_free == engine.cache.num_blocks or engine.error)
     engine.stop()
     assert engine.cache.num_free == engine.cache.num_blocks
+    assert engine.cache.states is None or engine.cache.states.num_used == 0
     assert not engine.is_running
 
 
