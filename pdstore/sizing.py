@@ -4,7 +4,7 @@
 
 T_c is the time to compute a prompt of p tokens, B* the bandwidth, N the active parameters:
 T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
-B*  = p * (KV bytes of a token) / T_c
+B*  = (p * (KV bytes of a token) + (bytes of the states)) / T_c
 """
 
 from __future__ import annotations
@@ -29,16 +29,24 @@ PEAK_TFLOPS = {
 DEFAULT_MFU = 0.5
 _PROMPTS = (1024, 8192, 32_768, 131_072)
 """Tokens of the prompts in the printed table, unless the user names prompts."""
+_NEMOTRON_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_STATES = ("linear_attention", "mamba", "mamba2", "conv", "kda")
+_KEEPS = {**dict.fromkeys(_STATES, "state"), "mlp": "", "moe": ""}
+"""What a layer of a type keeps; of all other types, the KV of each token."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The numbers of a decoder-only transformer that fix the size of its KV and its prefill time.
 
+    layers: those that keep KV of each token.
     kv_elements: elements of K and V together, of one token in one layer; for MLA, elements of the
       latent with its rope part.
     qk_dim, v_dim: elements of a query vector and of a V vector, per head.
-    active_params: parameters that compute one token; the input embedding only looks it up.
+    active_params: parameters that compute one token; the input embedding only looks it up. Layers
+      with states are counted as if they were attention.
+    state_layers: those that keep one state for all of a prefix: Mamba, gated delta nets and others.
+    state_bytes: of the states of all these layers after one prefix.
     """
 
     name: str
@@ -52,6 +60,8 @@ class ModelShape:
     kv_heads: int
     is_mla: bool
     longest_prompt: int | None = None
+    state_layers: int = 0
+    state_bytes: int = 0
 
     @classmethod
     def of_config(cls, path: str) -> ModelShape:
@@ -64,11 +74,14 @@ class ModelShape:
         except ValueError as error:
             raise ConfigError(f"{file} is no JSON: name a model's config.json") from error
         try:
-            return _shape_of(document, document.get("text_config") or document, file)
+            shape = _shape_of(document, document.get("text_config") or document, file)
         except KeyError as error:
             raise ConfigError(f"{file} is no decoder's config.json: it has no {error}") from error
         except (TypeError, ZeroDivisionError, AttributeError) as error:
             raise ConfigError(f"{file} is no decoder's config.json: {error}") from error
+        if not shape.layers:
+            raise ConfigError(f"{file} has only layers with states, and pdstore needs some with KV")
+        return shape
 
     def kv_bytes(self, element_bytes: int | None = None) -> int:
         """Returns the bytes of KV of one token."""
@@ -81,7 +94,9 @@ class ModelShape:
 
 
 def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
-    layers = config["num_hidden_layers"]
+    keeps = _what_layers_keep(config)
+    num_mixers = len(keeps) - keeps.count("")
+    num_mlps = keeps.count("") or len(keeps)  # each layer has one, unless MLPs are layers
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -99,20 +114,78 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         qk_dim = v_dim = head_dim
         kv_elements = 2 * kv_heads * head_dim
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    dtype = config.get("dtype") or config.get("torch_dtype") or document.get("torch_dtype")
+    named = config.get("dtype") or config.get("torch_dtype") or document.get("torch_dtype")
+    dtype = str(named or "bfloat16").removeprefix("torch.")
     return ModelShape(
         name=(config.get("_name_or_path") or file.parent.name or config.get("model_type", "?")),
-        layers=layers,
+        layers=keeps.count("tokens"),
         heads=heads,
         kv_elements=kv_elements,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        active_params=layers * attention + _mlp_params(config) + hidden * config["vocab_size"],
-        dtype=str(dtype or "bfloat16").removeprefix("torch."),
+        active_params=(
+            num_mixers * attention + _mlp_params(config, num_mlps) + hidden * config["vocab_size"]
+        ),
+        dtype=dtype,
         kv_heads=kv_heads,
         is_mla=bool(rank),
         longest_prompt=config.get("max_position_embeddings"),
+        state_layers=keeps.count("state"),
+        state_bytes=keeps.count("state") * _state_bytes(config, dtype),
     )
+
+
+def _what_layers_keep(config: Mapping[str, Any]) -> list[str]:
+    """Returns for each layer what it keeps of a prompt: "tokens", one "state", or nothing: ""."""
+    num_layers = config["num_hidden_layers"]
+    types: Sequence[str] | None = config.get("layer_types") or config.get("layers_block_type")
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: M-M*, also with E
+        types = [_NEMOTRON_TYPES[letter] for letter in pattern]
+    elif linear := config.get("linear_attn_config"):  # Kimi-Linear counts layers from 1
+        of_states = set(linear["kda_layers"])
+        types = ["kda" if n in of_states else "attention" for n in range(1, num_layers + 1)]
+    elif types is None and (interval := config.get("full_attention_interval")):  # Qwen3-Next
+        types = ["attention" if n % interval == 0 else "mamba" for n in range(1, num_layers + 1)]
+    if types is None:
+        return ["tokens"] * num_layers
+    return [_KEEPS.get(name, "tokens") for name in types]
+
+
+def _state_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """Returns the bytes of one layer's state, of all ranks.
+
+    It is the convolution's last inputs, in the model's dtype, and the recurrent state.
+    """
+    state_dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or dtype
+    if "linear_num_value_heads" in config:  # gated delta nets
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        kernel, channels = config["linear_conv_kernel_dim"], 2 * keys + values
+        recurrent = values * config["linear_key_head_dim"]
+    elif linear := config.get("linear_attn_config"):  # KDA
+        width = linear["num_heads"] * linear["head_dim"]
+        kernel, channels = linear["short_conv_kernel_size"], 3 * width
+        recurrent, state_dtype = width * linear["head_dim"], "float32"
+    elif "conv_L_cache" in config:  # LFM2
+        kernel, channels, recurrent = config["conv_L_cache"], config["hidden_size"], 0
+    else:
+        kernel, channels, recurrent = _mamba2_sizes(config)
+        if "hybrid_override_pattern" in config:  # Nemotron-H
+            state_dtype = config.get("mamba_ssm_cache_dtype") or "float32"
+    in_conv = max(0, kernel - 1) * channels * _BYTES.get(dtype, 2)
+    return int(in_conv + recurrent * _BYTES.get(state_dtype, 2))
+
+
+def _mamba2_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Returns the kernel and the channels of a Mamba2 layer's convolution, and its elements."""
+
+    def first(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    width = first("mamba_num_heads", "mamba_n_heads") * first("mamba_head_dim", "mamba_d_head")
+    size = first("ssm_state_size", "mamba_d_state")
+    channels = width + 2 * first("n_groups", "mamba_n_groups") * size
+    return first("conv_kernel", "mamba_d_conv"), channels, width * size
 
 
 def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
@@ -130,10 +203,9 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
     )
 
 
-def _mlp_params(config: Mapping[str, Any]) -> int:
+def _mlp_params(config: Mapping[str, Any], layers: int) -> int:
     """Returns how many MLP parameters compute a token: of experts, only those that get it."""
     hidden = config["hidden_size"]
-    layers = config["num_hidden_layers"]
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
     dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
@@ -177,8 +249,8 @@ class Machine(NamedTuple):
 def break_even(
     shape: ModelShape, machine: Machine, num_tokens: int, element_bytes: int | None = None
 ) -> Comparison:
-    """Compares reading the KV of `num_tokens` tokens with computing it."""
-    kv_bytes = num_tokens * shape.kv_bytes(element_bytes)
+    """Compares reading the KV of `num_tokens` tokens, with the states, with computing it."""
+    kv_bytes = num_tokens * shape.kv_bytes(element_bytes) + shape.state_bytes
     compute_s = shape.prefill_flops(num_tokens) / machine.flops
     return Comparison(num_tokens, kv_bytes, compute_s, kv_bytes / compute_s)
 
@@ -209,16 +281,13 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
             "active_params": shape.active_params,
             "kv_bytes_per_token": kv_bytes,
             "million_tokens_bytes": 1_000_000 * kv_bytes,
+            "state_bytes": shape.state_bytes,
             "machine": machine._asdict(),
             "break_even": [row._asdict() for row in rows],
         }
         print(json.dumps(document, indent=1))
         return 0
-    print(
-        f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
-        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
-        " active"
-    )
+    _print_shape(shape, kv_bytes)
     verdict = f"   at {asked.bandwidth:g} GB/s" if asked.bandwidth else ""
     computed = f"compute on {machine.num_gpus} {machine.gpu}"
     print(f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}")
@@ -237,6 +306,19 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
         " and concurrent loads share the bandwidth"
     )
     return 0
+
+
+def _print_shape(shape: ModelShape, kv_bytes: int) -> None:
+    print(
+        f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
+        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
+        " active"
+    )
+    if shape.state_bytes:
+        print(
+            f"states of {shape.state_layers} layers: {shape.state_bytes / 2**20:.3g} MiB after each"
+            f" prefix that is kept, as much as {shape.state_bytes // kv_bytes:,} tokens of KV"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,8 @@ import pytest
 
 from pdstore.errors import ConfigError
 from pdstore.sizing import ModelShape, main
-from tests.support.published_models import MODELS
+from tests.docs.commands import ROOT
+from tests.support.published_models import HYBRIDS, MODELS
 
 TABLE = {  # KiB a token, GB a million; by length: GB, A800, H100, H20 in GB/s, seconds on an H100
     "Llama-3.1-8B": (128, 131, [(0.13, 1.34, 4.24, 0.63, 0.032), (1.07, 1.19, 3.78, 0.57, 0.284)]),
@@ -22,6 +23,16 @@ LONG = {
     "Qwen3-32B": [(8.59, 0.42, 1.32, 0.20, 6.5), (34.4, 0.20, 0.64, 0.10, 53)],
     "DeepSeek-V3": [(2.30, 0.07, 0.22, 0.03, 10.3), (9.21, 0.03, 0.09, 0.01, 106)],
 }
+STATES = {  # layers with KV and with states, MiB of states, KiB of KV a token, tokens of equal size
+    "Qwen3-Next-80B": (12, 36, 37.7, 24, 1608),
+    "Qwen3.5-4B": (8, 24, 49.1, 32, 1572),
+    "Nemotron-H-8B": (4, 24, 97.4, 16, 6234),
+    "Nemotron-3-Nano-30B": (6, 23, 46.8, 6, 7988),
+    "Kimi-Linear-48B": (7, 20, 41.4, 7.875, 5384),
+    "LFM2-1.2B": (6, 10, 0.0781, 12, 6),
+    "Granite-4-H-Tiny": (4, 36, 27.7, 8, 3543),
+}
+"""As vLLM 0.32's own calculators of states say."""
 PARAMS = {"DeepSeek-V3": ("--params", "37e9")}  # as its makers count
 
 
@@ -53,6 +64,45 @@ def test_the_table_of_break_evens_is_reproduced(name, config, capsys):
         assert rows["H100"][i]["compute_s"] == pytest.approx(seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_states_count_once_a_prompt(name, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HYBRIDS[name]))
+    layers, state_layers, mib, kib, num_tokens = STATES[name]
+    shape = ModelShape.of_config(str(path))
+    assert (shape.layers, shape.state_layers) == (layers, state_layers)
+    assert shape.state_bytes / 2**20 == pytest.approx(mib, rel=0.002)
+    assert shape.kv_bytes() == kib * 1024
+    assert main([str(path), "--prompt", "100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["break_even"][0]["kv_bytes"] == 100 * shape.kv_bytes() + shape.state_bytes
+    assert main([str(path)]) == 0
+    said = f"states of {state_layers} layers: {mib:.3g} MiB after each prefix that is kept"
+    assert f"{said}, as much as {num_tokens:,} tokens of KV" in capsys.readouterr().out
+
+
+def test_the_page_tells_the_states_of_models_that_people_serve():
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    told = [line for line in page.splitlines() if line.startswith("|") and " MiB | " in line]
+    assert len(told) == 5
+    for name, (_, layers, mib, kib, num_tokens) in [*STATES.items()][: len(told)]:
+        row = f"| {name} | {layers} | {mib} MiB | {kib:.3g} KiB | {num_tokens:,} tokens |"
+        assert row in told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layer_types": None, "full_attention_interval": 4},
+        {"layer_types": None, "layers_block_type": HYBRIDS["Qwen3-Next-80B"]["layer_types"]},
+    ],
+)
+def test_the_layers_of_states_are_told_in_several_ways(more, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRIDS["Qwen3-Next-80B"] | more))
+    shape = ModelShape.of_config(str(tmp_path))
+    assert (shape.layers, shape.state_layers) == (12, 36)
+
+
 def test_a_bandwidth_gets_a_verdict(config, capsys):
     path = config("Llama-3.1-8B")
     assert main([path, "--prompt", "8192", "--prompt", "131072", "--bandwidth", "2"]) == 0
@@ -80,6 +130,7 @@ def test_kv_and_parameters(name, kib, billions, tmp_path):
         ("{}", "it has no 'num_hidden_layers'"),
         ("[]", "no decoder's config"),
         ('{"num_hidden_layers": 2}', "it has no 'hidden_size'"),
+        (json.dumps(HYBRIDS["LFM2-1.2B"] | {"layer_types": ["conv"]}), "only layers with states"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text, why, tmp_path):

@@ -32,6 +32,7 @@ from pdstore.testing.values import (
 
 SIZE = 4096
 SMALL = 256
+STATE_SIZE = 1 << 20
 ODD_SIZES = [1, 2, 3, 63, 64, 65, 4095, 4097, 65535, 65536, 65537, 262143, 262145, 300001]
 
 Verb = Callable[[Store, Sequence[BlockKey]], object]
@@ -101,6 +102,25 @@ class CallTests:
         assert store.get(keys, found) == 4
         assert_values([bytes(found.view)], [bytes(right.view)])
         store.remove(keys)
+
+    def test_a_large_state_lies_beside_the_small_values_of_its_block(
+        self, store: Store, peer: Store
+    ) -> None:
+        """As of a hybrid model: each block has its tokens, and few have a state, in another group.
+
+        Checks as well that each of the two can be removed alone.
+        """
+        tokens = fresh_keys(6)
+        states = [BlockKey(key.replace(":0:0:", ":1:0:")) for key in tokens]
+        keys = [*tokens[:3], states[2], *tokens[3:], states[5]]
+        values = [content(key, STATE_SIZE if key in states else SMALL) for key in keys]
+        assert put(store, keys, values) == len(keys)
+        assert [peer.match([key]) for key in states] == [0, 0, 1, 0, 0, 1]
+        assert peer.match([*tokens, states[5]]) == 7
+        assert_stored(peer, keys, values)
+        store.remove([states[2], tokens[5]])
+        assert [peer.match([key]) for key in (*tokens, *states)] == [1] * 5 + [0] * 6 + [1]
+        assert_stored(peer, [states[5]], values[-1:])
 
     def test_keys_that_differ_only_at_their_end_are_different(self, store: Store) -> None:
         [block] = fresh_keys(1)
