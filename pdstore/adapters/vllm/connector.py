@@ -143,6 +143,15 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         found = self.scheduler.num_found(request, num_computed_tokens)
         return found, bool(found)
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Returns the KV groups whose new blocks vLLM need not clear, as loads fill them: none.
+
+        vLLM clears blocks only for models with states and for KV of several types, because bytes
+        of one kind may be no numbers when they are read as another. A load writes only a prompt's
+        tokens into its last block. It waits for the clearing (`loads_at_once` is False).
+        """
+        return ()
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0 and not self._load(request, blocks, num_external_tokens):
             ids = blocks.get_block_ids()

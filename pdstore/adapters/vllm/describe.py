@@ -34,6 +34,9 @@ from pdstore.settings import Settings, read_settings
 
 log = logging.getLogger("vllm.pdstore")
 
+_LAST_TOKEN_DECIDED = "_p_side_truncated"
+"""The parameter by which vLLM's connectors (NIXL, Mooncake) tell that a prompt is cut already."""
+
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
 
@@ -297,3 +300,14 @@ def drop_last_token(request: Any) -> None:
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
+    keep_last_token(request)
+
+
+def keep_last_token(request: Any) -> None:
+    """Makes all connectors of a MultiConnector leave a request's last token alone from now on."""
+    request.kv_transfer_params[_LAST_TOKEN_DECIDED] = True
+
+
+def has_last_token_decided(request: Any) -> bool:
+    """Returns whether this connector or another has dropped the last token, or is to keep it."""
+    return bool(request.kv_transfer_params.get(_LAST_TOKEN_DECIDED))

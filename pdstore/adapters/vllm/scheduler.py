@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdstore.adapters.vllm.contents import Content, Contents
-from pdstore.adapters.vllm.describe import can_drop_last_token, drop_last_token, keys_of
+from pdstore.adapters.vllm.describe import (
+    can_drop_last_token,
+    drop_last_token,
+    has_last_token_decided,
+    keep_last_token,
+    keys_of,
+)
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -84,7 +90,6 @@ class PDStoreConnectorScheduler:
         self._bypassing: set[str] = set()
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._step_timeout_left_s = self.step_timeout_s
-        self._shortened: set[str] = set()  # the requests whose last token is dropped
         self._loads: list[tuple[str, LoadPlan | None, Tables]] = []
         self._aborted: list[HandoffId] = []
         self._answers: list[SaveSpec] = []
@@ -154,7 +159,6 @@ class PDStoreConnectorScheduler:
         """
         if self._drops_last_token(request):
             drop_last_token(request)
-            self._shortened.add(request.request_id)
         self.add(request)
 
     def num_found(self, request: Any, num_computed: int) -> int | None:
@@ -223,9 +227,9 @@ class PDStoreConnectorScheduler:
         """Adds the saves of a step to its metadata. output: vLLM's SchedulerOutput."""
         metadata.step = self._weights.number_step(computes=bool(output.num_scheduled_tokens))
         metadata.question = self._weights.question
+        self.saves.begin_step(output)  # a step that computes nothing may preempt a request
         if not output.num_scheduled_tokens:
             return
-        self.saves.begin_step(output)
         scheduled = [
             (*self._requests[request_id], num_tokens)
             for request_id, num_tokens in output.num_scheduled_tokens.items()
@@ -263,7 +267,6 @@ class PDStoreConnectorScheduler:
         request_id = request.request_id
         self._unsettled.discard(request_id)
         self._bypassing.discard(request_id)
-        self._shortened.discard(request_id)
         self.contents.forget(request_id)
         if (known := self._requests.pop(request_id, None)) is None:
             self.saves.forget(request_id)
@@ -334,18 +337,19 @@ class PDStoreConnectorScheduler:
     def _drops_last_token(self, request: Any) -> bool:
         """Returns whether P computes a new request without its last token.
 
-        It must not where the token counts for more than its state: where P's own answer or the log
-        probabilities of the prompt are asked for, or an image ends with it.
+        It must not where the token counts for more than its state: if no hand-off is asked for, so
+        that P's answer is what the user reads, if the log probabilities of the prompt are asked
+        for, or if an image ends with it.
         """
         cache = self._cache
         if cache is None or not cache.namespace.continuation.is_exact:
             return False
         asked = _params_of(request)
-        is_asked = asked.asks_prefill or asked.handoff is not None or request.max_tokens == 1
-        is_kept = asked.keeps_last_token or request.request_id in self._shortened
-        if is_kept or not (cache.is_prefill(asked) and is_asked):
+        if not (asked.asks_prefill or asked.handoff is not None) or not cache.is_prefill(asked):
             return False
-        return can_drop_last_token(request, cache)
+        if asked.keeps_last_token:
+            keep_last_token(request)
+        return not has_last_token_decided(request) and can_drop_last_token(request, cache)
 
     def _mark_junction(self, request: Any, state: EngineRequest) -> None:
         """Makes vLLM keep a state where a prompt parts from others that are in the pool.

@@ -69,7 +69,7 @@ class PDStoreConnectorWorker:
     loads_at_once: True if no step in flight uses the blocks that vLLM gives to a load. Where steps
       overlap, vLLM frees the blocks of an ended request only after all steps in flight (its
       scheduler's `defer_block_free`). But it does so only in a KV consumer, and not for blocks that
-      a sliding window gives back.
+      a sliding window gives back. Blocks that a step clears for a load are in use too.
     """
 
     settings: Settings
@@ -135,7 +135,9 @@ class PDStoreConnectorWorker:
         config = self.vllm_config
         overlaps = config.max_concurrent_batches > 1  # vLLM takes 10 ms to find this out
         is_safe = not overlaps or config.kv_transfer_config.is_kv_consumer
-        self.loads_at_once = is_safe and pool.namespace.continuation.needs_all
+        is_cleared = getattr(self.kv_cache_config, "needs_kv_cache_zeroing", False)
+        needs_all = pool.namespace.continuation.needs_all
+        self.loads_at_once = is_safe and needs_all and not is_cleared
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def handshake(self) -> RankLayout | None:

@@ -70,7 +70,7 @@ def step(scheduler, asked, num_tokens, tables=(TABLE,), named=(), preempted=()):
     if not asked.num_computed_tokens:
         found(scheduler, asked)
     output = SimpleNamespace(
-        num_scheduled_tokens={asked.request_id: num_tokens},
+        num_scheduled_tokens={asked.request_id: num_tokens} if num_tokens else {},
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda request_id: [*tables],
             boundary_state_offloads={asked.request_id: [*named]} if named else {},

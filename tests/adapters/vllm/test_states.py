@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorScheduler,
+)
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -30,7 +35,7 @@ MADE = ("mm_features", "prompt_embeds", "resumable", "cache_salt")
 def request(prompt=PROMPT, params=None, request_id="r", max_tokens=1, pooling=None, **changes):
     """vLLM's own request. changes: what it is made with, or what a sampling parameter is."""
     made = {name: changes.pop(name) for name in MADE if name in changes}
-    extra = None if params is None else {"kv_transfer_params": params}
+    extra = None if params is None else {"kv_transfer_params": dict(params)}
     sampling = SamplingParams(max_tokens=max_tokens, extra_args=extra, **changes)
     return Request(request_id, prompt, None if pooling else sampling, pooling, **made)
 
@@ -53,7 +58,7 @@ def held_by(scheduler):
     return sorted(scheduler.saves.block_pool.held)
 
 
-@pytest.mark.parametrize("params", [PREFILL, PREFILL | ASKED, None])
+@pytest.mark.parametrize("params", [PREFILL, PREFILL | ASKED])
 def test_p_computes_all_but_the_last_token_of_a_prompt_that_it_hands_over(scheduler_of, params):
     p, asked = scheduler_of(states=STATES, role="prefill"), request(params=params)
     for _ in range(2):  # a second call changes nothing
@@ -75,21 +80,36 @@ def test_p_computes_all_but_the_last_token_of_a_prompt_that_it_hands_over(schedu
         {"pooling": PoolingParams(task="embed")},
         {"resumable": True},
         {"params": PREFILL | {"keeps_last_token": True}},
-        {"max_tokens": 20},
+        {"params": None},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_p_keeps_the_last_token_where_somebody_needs_it(scheduler_of, changes):
-    p, asked = scheduler_of(states=STATES, role="prefill"), request(**changes)
+    p = scheduler_of(states=STATES, role="prefill")
+    asked = request(**{"params": PREFILL, **changes})
     before = asked.num_prompt_tokens, asked.max_tokens
     p.arrive(asked)
     assert (asked.num_prompt_tokens, asked.max_tokens) == before
     assert asked.num_tokens == before[0]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_last_token_is_dropped_once_by_all_connectors_together(scheduler_of, keeps):
+    """A MultiConnector gives one request to pdstore, and to vLLM's connectors, in any order."""
+    params = PREFILL | {"keeps_last_token": keeps}
+    p, asked = scheduler_of(states=STATES, role="prefill"), request(params=params)
+    other = SimpleNamespace(_has_mamba=True)
+    for _ in range(2):
+        p.arrive(asked)
+        MooncakeConnectorScheduler._truncate_mamba_request_for_prefill(other, asked)
+        assert asked.num_prompt_tokens == asked.num_tokens == len(PROMPT) - (not keeps)
+    assert len(asked.prompt_token_ids) == asked.num_tokens
+
+
 def test_p_keeps_the_last_token_of_a_request_that_bypasses_the_pool(scheduler_of):
     """On a CPU, pages have room for what another tenant left there, so salts bypass the pool."""
-    p, asked = scheduler_of(states=STATES, role="prefill", page="cpu"), request(cache_salt="mine")
+    p = scheduler_of(states=STATES, role="prefill", page="cpu")
+    asked = request(params=PREFILL, cache_salt="mine")
     p.arrive(asked)
     assert asked.num_prompt_tokens == len(PROMPT)
 
@@ -106,13 +126,13 @@ def test_p_is_whoever_is_asked_to_hand_over_and_no_other(scheduler_of):
 
 def test_a_picture_before_the_last_token_stays_whole(scheduler_of):
     p = scheduler_of(states=STATES, role="prefill")
-    asked = request(mm_features=[picture(1, offset=len(PROMPT) - 17)])
+    asked = request(params=PREFILL, mm_features=[picture(1, offset=len(PROMPT) - 17)])
     p.arrive(asked)
     assert asked.num_prompt_tokens == len(PROMPT) - 1
 
 
 def test_a_hand_off_ends_with_the_states_after_its_last_token(scheduler_of):
-    p, asked = scheduler_of(states=STATES, role="prefill"), request()
+    p, asked = scheduler_of(states=STATES, role="prefill"), request(params=PREFILL)
     p.arrive(asked)
     saves = step(p, asked, 256, tables(at0=(30, 31), at3=(20, 21))).saves
     assert [states_of(save) for save in saves] == [[{256: 20}, {256: 21}]]
@@ -126,7 +146,7 @@ def test_a_hand_off_ends_with_the_states_after_its_last_token(scheduler_of):
 
 def test_a_state_that_the_next_step_overwrites_is_not_saved(scheduler_of):
     """Without prefix caching each step writes the same entry; nor is a chunk's inner end kept."""
-    p, asked = scheduler_of(states=ONE_STATE, role="prefill"), request()
+    p, asked = scheduler_of(states=ONE_STATE, role="prefill"), request(params=PREFILL)
     p.arrive(asked)
     one = [[20], [21], ROWS]
     early = step(p, asked, 256, one).saves
@@ -233,6 +253,14 @@ def test_an_answer_is_saved_up_to_the_last_state_that_vllm_named(scheduler_of):
     assert save.plan.keys.num_tokens == 384
     assert states_of(save) == [{384: 42}, {384: 43}]
     both.report(StepReport(released={save.number: 1}))
+    assert held_by(both) == []
+
+
+def test_a_preemption_by_a_step_that_computes_nothing_frees_the_states_of_an_answer(scheduler_of):
+    both, asked = scheduler_of(states=STATES), request(max_tokens=400)
+    answering(both, asked, [(40, 320), (41, 320)])
+    assert held_by(both) == [40, 41]
+    step(both, asked, 0, tables(), preempted=["r"])
     assert held_by(both) == []
 
 
