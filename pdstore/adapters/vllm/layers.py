@@ -11,7 +11,7 @@ import torch.distributed
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from pdstore.adapters.vllm.tables import is_state, order_of_states, specs_of
+from pdstore.adapters.vllm.tables import is_state, order_of_states, specs_of, specs_of_model
 from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.identity import LayerSpec
 from pdstore.format.keys import canonical
@@ -65,6 +65,10 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
                 layers[name] = _state(spec, module, device, tp_size, table)
             else:
                 layers[name] = _of_tokens(name, spec, views[name], tp_size, table)
+    if all(spec.is_state for spec in layers.values()):
+        raise LayoutError(
+            f"it has only layers with states; choose a smaller pipeline-parallel size; {SEE}"
+        )
     blocks = {views[name].shape[1] for name, spec in layers.items() if not spec.is_state}
     if len(blocks) > 1:
         raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens; {SEE}")
@@ -159,8 +163,8 @@ def refuse_states(vllm_config: Any, kv_cache_config: Any) -> None:
             f"{where}, and vLLM moves such states while it speculates: turn off speculative"
             f" decoding (--speculative-config) on P and D; {SEE}"
         )
-    num_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    if len(states) == num_layers:
+    every = specs_of_model(kv_cache_config).values()
+    if all(is_state(spec) for specs in every for spec in specs):
         raise ConfigError(
             f"{where}, as all of its layers do, and pdstore needs a layer with KV of each token"
             f" beside them; {SEE}"

@@ -36,6 +36,15 @@ def specs_of(group: Any) -> dict[str, KVCacheSpec]:
     return {name: by_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
+def specs_of_model(kv_cache_config: Any) -> dict[int, list[KVCacheSpec]]:
+    """Returns what vLLM says of the layers of each KV group, on all stages of a pipeline.
+
+    A group that has no layer on this rank's stage is still described.
+    """
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {n: [*specs_of(group).values()] or [group.kv_cache_spec] for n, group in groups}
+
+
 def is_state(spec: Any) -> bool:
     """Returns True for a layer with one state for a whole prefix: Mamba, GDN, KDA, short conv."""
     return isinstance(spec, MambaSpec)
@@ -65,14 +74,9 @@ class StateTables:
 
     @classmethod
     def of(cls, kv_cache_config: Any) -> StateTables:
-        """Returns those of a rank."""
-        groups = kv_cache_config.kv_cache_groups
-        specs = {
-            number: spec
-            for number, group in enumerate(groups)
-            for spec in specs_of(group).values()
-            if is_state(spec)
-        }
+        """Returns those of a model: they are the same on each stage of a pipeline."""
+        described = specs_of_model(kv_cache_config).items()
+        specs = {n: spec for n, specs in described for spec in specs if is_state(spec)}
         if not specs:
             return cls()
         spec = next(iter(specs.values()))

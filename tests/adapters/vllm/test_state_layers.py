@@ -22,7 +22,7 @@ from pdstore.adapters.vllm.describe import layout_of, refuse_unsupported
 from pdstore.adapters.vllm.layers import joined
 from pdstore.adapters.vllm.messages import RankLayout
 from pdstore.adapters.vllm.tables import StateTables
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, LayoutError
 from pdstore.format.identity import LayerSpec
 from tests.support.kv import settings_of
 from tests.support.states import NO_WINDOW, StateInstance
@@ -156,6 +156,25 @@ def test_tables_of_states_are_found_by_what_vllm_says_of_the_layers():
     found = StateTables.of(SimpleNamespace(kv_cache_groups=groups))
     assert found == StateTables(frozenset({1}), 128, keeps_ends=True)
     assert not StateTables.of(SimpleNamespace(kv_cache_groups=GROUPS[3:]))
+
+
+WITHOUT_LAYERS = [KVCacheGroupSpec([], group.kv_cache_spec) for group in GROUPS]
+"""What vLLM says of groups without a layer on a stage of a pipeline."""
+
+
+def test_a_stage_without_states_has_the_tables_and_blocks_of_the_others(describe):
+    groups = [*WITHOUT_LAYERS[:3], GROUPS[3]]
+    whole = SimpleNamespace(kv_cache_groups=GROUPS)
+    assert StateTables.of(SimpleNamespace(kv_cache_groups=groups)) == StateTables.of(whole)
+    layout, _ = describe(groups)
+    assert layout.block_tokens == describe(GROUPS)[0].block_tokens == 128
+
+
+def test_a_stage_of_states_alone_is_refused_by_name(describe):
+    groups = [*GROUPS[:3], WITHOUT_LAYERS[3]]
+    refused(groups)  # the model has other layers
+    with pytest.raises(LayoutError, match=r"only layers with states; choose a smaller pipeline"):
+        describe(groups)
 
 
 def refused(groups, **changes):
