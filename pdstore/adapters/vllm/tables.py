@@ -136,9 +136,10 @@ class StateTables:
 class StepTables:
     """The block tables of a step's requests, and the states in them that vLLM keeps.
 
-    vLLM exposes its scheduler's tables from 0.29 on, with the states that it keeps. Earlier
+    vLLM exposes its scheduler's tables from 0.30 on, with the states that it keeps. Earlier
     versions say only which blocks each step adds, so these are collected here. They do not say
     which blocks a window gives back, so such tables are right for one KV group without a window.
+    0.29 exposes tables as well, but only of the requests to which a step adds blocks.
     """
 
     _ids_of: Callable[[str], BlockIds | None] | None = field(init=False, default=None)
@@ -148,7 +149,7 @@ class StepTables:
     def read(self, output: Any) -> None:
         """Reads a step's SchedulerOutput."""
         state = getattr(output, "kv_connector_block_state", None)
-        if state is not None:
+        if state is not None and hasattr(state, "get_block_ids"):
             self._ids_of = state.get_block_ids
             self._named = getattr(state, "boundary_state_offloads", None) or {}
             return

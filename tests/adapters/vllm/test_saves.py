@@ -87,9 +87,10 @@ def test_a_save_holds_its_new_blocks_until_every_rank_has_read_them(pool, state_
     assert len(saves) == 0
 
 
-def step(new=(), cached=(), resumed=()):
+def step(new=(), cached=(), resumed=(), **more):
     """A step of a vLLM that says what it adds: pairs of a request and its new blocks."""
     return SimpleNamespace(
+        **more,
         scheduled_new_reqs=[SimpleNamespace(req_id=id, block_ids=ids) for id, ids in new],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[id for id, _ in cached],
@@ -109,10 +110,12 @@ def step(new=(), cached=(), resumed=()):
     ],
     ids=["added", "preempted"],
 )  # fmt: skip
-def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, table):
+@pytest.mark.parametrize("state", [{}, {"kv_connector_block_state": SimpleNamespace(block_ids={})}])
+def test_what_an_older_vllm_adds_is_put_together(pool, state_of, asked, steps, table, state):
+    """state: what vLLM 0.29 says of a step that adds no blocks."""
     saves = Saves(1, pool, BLOCK)
     for each in steps:
-        saves.begin_step(step(**each))
+        saves.begin_step(step(**each, **state))
     state = state_of()
     [save] = compute(saves, state, asked, 192)
     assert list(save.block_ids[0]) == table
