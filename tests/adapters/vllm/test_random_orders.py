@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,7 +167,8 @@ class Chance:
         self._jobs: deque = deque()
         self._steps: deque = deque()
 
-    def turn(self, *, is_last=False) -> None:
+    def turn(self, *, is_last=False) -> dict[str, int]:
+        """Makes a step, and returns how many tokens of each request it computes."""
         if not is_last:
             self._arrive_or_leave()
         output = self.scheduler.schedule()
@@ -185,6 +187,7 @@ class Chance:
             numbers = {name: number for number, name in enumerate(names)}
             ran = ModelRunnerOutput(names, numbers, tokens, kv_connector_output=self._outcome())
             self.scheduler.update_from_output(output, ran)
+        return output.num_scheduled_tokens
 
     def _alive(self):
         return [r for r in self.scheduler.requests.values() if not r.is_finished()]
@@ -213,11 +216,19 @@ class Chance:
             ignore_eos=True,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
+        return self.request_of([*SHARED[:shared], *own], sampling)
+
+    def request_of(self, prompt, sampling) -> Request:
+        """A request under a name of its own."""
         sampling.update_from_generation_config({}, 256)
         hasher = get_request_block_hasher(BLOCK, sha256)
-        name, prompt = f"r{next(self._names)}", [*SHARED[:shared], *own]
+        name = f"r{next(self._names)}"
         self._prompts[name] = len(prompt)
         return Request(name, prompt, sampling, None, block_hasher=hasher)
+
+    def let_jobs_end_at_once(self, reason=None) -> None:
+        """Leaves nothing to chance: each job ends in the turn after, for this reason."""
+        self._random = SimpleNamespace(choice=lambda reasons: reason, randrange=lambda end: 0)
 
     def _begin(self, metadata) -> None:
         for spec in metadata.loads:
@@ -273,9 +284,9 @@ class Chance:
                 bad |= {id for id in spec.block_ids[0][first // BLOCK :] if id != NO_BLOCK}
         return KVConnectorOutput(
             finished_recving=loaded,
-            failed_recving=failed,
             kv_connector_worker_meta=report,
             invalid_block_ids=bad,
+            **({"failed_recving": failed} if self._sizes else {}),  # not in vLLM before 0.30
         )
 
 
@@ -330,3 +341,23 @@ def test_vllm_calls_in_a_legal_order(chance_of, overlaps, mode, monkeypatch):
         names += ["save of an answer"]
     for name in names:
         assert seen[name], f"the walk has shown no {name}: {seen}"
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize(
+    ("num_tokens", "reason", "num_computed"),
+    [(65, None, 1), (64, None, 32), (65, Reason.LOST, 65)],
+    ids=["up to a state", "without a state at its end", "a load that fails"],
+)
+def test_vllm_computes_what_no_state_has_come_for(
+    chance_of, mode, num_tokens, reason, num_computed
+):
+    """The pool has states after 32 and 64 tokens, and at least one token must be computed."""
+    chance = chance_of(0, overlaps=False, mode=mode)
+    chance.let_jobs_end_at_once(reason)
+    asked = chance.request_of(SHARED[:num_tokens], SamplingParams(max_tokens=1))
+    chance.scheduler.add_request(asked)
+    computed = 0
+    while chance.scheduler.requests or chance.scheduler.connector.has_pending_push_work():
+        computed += chance.turn(is_last=True).get(asked.request_id, 0)
+    assert (computed, chance.seen["load of states"]) == (num_computed, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -208,6 +210,13 @@ def test_states_that_cannot_be_handed_over_are_refused_by_name(groups, changes, 
     with pytest.raises(ConfigError, match=reason) as error:
         refused(groups, **changes)
     assert "docs/models.md" in str(error.value)
+
+
+def test_vllm_0_30_is_the_first_that_serves_them():
+    is_old = tuple(map(int, version("vllm").split(".")[:2])) < (0, 30)
+    refusal = pytest.raises(ConfigError, match=r"use vLLM 0\.30 or newer; docs/models\.md")
+    with refusal if is_old else contextlib.nullcontext():
+        refused(GROUPS)
 
 
 def test_ranks_that_keep_states_elsewhere_are_refused(store, closed_after):
