@@ -18,6 +18,12 @@ NIXL and LMCache, installed beside vLLM, are measured as stores are, in the mode
 Two versions side by side, each with a P and a D of its own, and no other instance:
 
     python3 -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
+
+Models with states, beside one of other prompts that move as many bytes; and whether D answers as
+one instance that computes the same chunks does, beside a D without the states:
+
+    python -m benchmarks.handoff --engine vllm --models qwen3.5-4b llama-8b --stores shm --burst 0
+    python -m benchmarks.handoff --engine vllm --models qwen3-next --stores shm --exact eager
 """
 
 from __future__ import annotations
@@ -35,11 +41,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.engines import ENGINES, Setup
+from benchmarks.handoff.exact import WAYS, compare_all
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run, measure_floor
 from benchmarks.peers import PEER_MODES, start_service
 from benchmarks.report import machine
+from benchmarks.shapes import SHAPES
 from examples.demo.pools import open_pool
 from examples.demo.processes import Processes
 
@@ -47,6 +55,7 @@ SMALL: dict[str, Any] = {
     **{"stores": ["file"], "tokens": [1024, 4096], "rounds": 3, "layers": 4, "hidden": 256},
     **{"chunk": 512, "burst_tokens": 1024, "pool_size": "1GiB"},
 }
+MODELS = f"for vLLM: {', '.join(SHAPES)}, or a directory; others get as many bytes as the first"
 STORES = "file, shm, redis, mooncake, NAME=URL; with vLLM also nixl, lmcache: others' connectors"
 LARGE: dict[str, Any] = {
     **{"stores": ["file", "shm"], "tokens": [1024, 2048, 8192, 32768, 65536], "rounds": 5},
@@ -65,23 +74,18 @@ def main() -> None:
         scratch = Path(stack.enter_context(directory))
         setup = ENGINES[given.engine](scratch, given)
         stack.callback(setup.stop)
-        if given.trees:
-            for name, tree in (each.split("=", 1) for each in given.trees):
-                (scratch / name).mkdir()
-                setup.tree = Path(tree)
-                stores = stack.enter_context(open_stores(given, scratch / name))
-                start_pairs(setup, given, stores, name)
-        else:
-            setup.start_alone()
-            start_pairs(setup, given, stack.enter_context(open_stores(given, scratch)))
+        start_all(setup, given, scratch, stack)
         found["about"] = setup.ready()
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
+        if given.exact:
+            compare_all(setup, scratch, given, found)
+            return
         if not given.cpu:
             found["floor"] = measure_floor()
         run.measure()
         found |= {"rows": rows_of(run.samples), "alone_prefill_s": run.prefills}
-        found |= {f"{name}_prefill_s": took for name, took in run.controls.items()}
+        found["control_prefill_s"] = run.controls
         found |= {"bursts": run.bursts, "samples": [asdict(sample) for sample in run.samples]}
         if given.check_following:
             run.measure_leads()
@@ -94,12 +98,32 @@ def main() -> None:
         sys.exit(f"D's loads waited for P's `done` over {', '.join(late)}")
 
 
+def start_all(
+    setup: Setup, given: argparse.Namespace, scratch: Path, stack: contextlib.ExitStack
+) -> None:
+    """Starts the pairs of each tree; or of this one, with an instance that has no pool."""
+    for name, tree in (each.split("=", 1) for each in given.trees or ()):
+        (scratch / name).mkdir()
+        setup.tree = Path(tree)
+        stores = stack.enter_context(open_stores(given, scratch / name))
+        start_pairs(setup, given, stores, name)
+    if given.trees:
+        return
+    setup.start_alone()
+    stores = stack.enter_context(open_stores(given, scratch))
+    start_pairs(setup, given, stores)
+    if given.exact:
+        setup.start_stateless(stores)
+
+
 def start_pairs(
     setup: Setup, given: argparse.Namespace, stores: dict[str, str], tree_name: str = ""
 ) -> None:
-    """Starts a P and a D for each store and size of blocks."""
-    for (store, url), block in product(stores.items(), given.block):
+    """Starts a P and a D for each model, store and size of blocks."""
+    for model, (store, url), block in product(given.models, stores.items(), given.block):
         name = store if len(given.block) == 1 else f"{store} {block}"
+        name += f" {model}" if len(given.models) > 1 else ""
+        setup.model = model
         setup.start_pair(f"{name} {tree_name}".rstrip(), url, block)
 
 
@@ -117,6 +141,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--burst-tokens", type=int)
     parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
     parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
+    parser.add_argument("--models", nargs="+", default=["llama-8b"], metavar="NAME", help=MODELS)
+    parser.add_argument("--vllm", type=json.loads, default={}, help="more of vllm.LLM, as JSON")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
@@ -136,8 +162,10 @@ def parse() -> argparse.Namespace:
             setattr(given, name, value)
     given.pool = given.pool or Path("/dev/shm")
     given.burst = 0 if given.trees else given.burst
-    if given.trees and (given.check or given.control):
-        parser.error("--trees goes without --check and --control")
+    if given.trees and given.control:
+        parser.error("--trees goes without --control")
+    if given.exact and (given.engine == "mini" or given.trees or len(given.models) > 1):
+        parser.error("--exact goes with --engine vllm and one model, and without --trees")
     if given.engine == "mini" and not PEER_MODES.keys().isdisjoint(given.stores):
         parser.error(f"--stores: {' and '.join(PEER_MODES)} go with --engine vllm")
     return given
@@ -150,19 +178,12 @@ def _add_comparisons(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIR",
         help="checkouts to compare, where pdstore is not installed: an editable install goes first",
     )
+    text = "time prefills by a second instance without a pool"
+    parser.add_argument("--control", action="store_true", help=text)
     parser.add_argument(
-        "--control",
-        action="store_true",
-        help="time prefills by a second instance without a pool, and by one with an idle connector",
-    )
-    parser.add_argument(
-        "--check",
-        type=int,
-        nargs="?",
-        default=0,
-        const=10**9,
-        metavar="TOKENS",
-        help="compare D's tokens with one instance, for prompts of up to so many tokens (all)",
+        "--exact",
+        choices=WAYS,
+        help="time nothing: compare D with an instance that computes the same chunks",
     )
     parser.add_argument(
         "--check-following",

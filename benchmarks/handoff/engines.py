@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.handoff.exact import LOG, WAYS, chunks_in, without_states
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
 from benchmarks.peers import PEER_MODES, peer_of
-from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
+from benchmarks.shapes import Model
+from benchmarks.vllm_engine import ENVIRONMENT
 from examples.vllm_serve import CPU_ENVIRONMENT
 
 
@@ -23,6 +24,7 @@ class Setup:
     scratch: for the checkpoint and the logs.
     tree: the checkout whose code the next pairs run; None: this one's.
     alone: the instance without a pool; None: not started.
+    stateless: of --exact, by the pair's name: a D that loads no states.
     """
 
     def __init__(self, scratch: Path, given: argparse.Namespace) -> None:
@@ -32,7 +34,10 @@ class Setup:
         self.tree: Path | None = None
         self.alone: Instance | None = None
         self.pairs: dict[str, tuple[Instance, Instance]] = {}
-        self.controls: dict[str, Instance] = {}
+        self.control: Instance | None = None
+        self.stateless: dict[str, Instance] = {}
+        self.model = ""
+        self._model_of: dict[str, str] = {}
         self.prepare()
 
     def prepare(self) -> None:
@@ -45,15 +50,11 @@ class Setup:
         make_model(shape, self._model, "cpu" if given.cpu else "cuda:0", self._dtype)
 
     def start_alone(self) -> None:
-        """Starts the instance without a pool, on the first GPU, and those for --control."""
+        """Starts the instance without a pool, on the first GPU, and the one for --control."""
         block = self._given.block[0]
         self.alone = self._start("alone", {}, 0, block)
         if self._given.control:
-            self.start_controls(block)
-
-    def start_controls(self, block: int) -> None:
-        """Starts a second instance without a pool."""
-        self.controls["control"] = self._start("control", {}, 0, block)
+            self.control = self._start("control", {}, 0, block)
 
     def start_pair(self, name: str, url: str, block: int) -> None:
         """Starts P on the first GPU, and D on the second if there is one.
@@ -61,10 +62,19 @@ class Setup:
         block: tokens of a block of vLLM.
         """
         common = {"store": url, "weights": "bench"}
+        self._model_of[name] = self.model
         self.pairs[name] = (
             self._start(f"{name}-p", common | {"role": "prefill"}, 0, block),
             self._start(f"{name}-d", common | {"role": "decode"}, 1, block),
         )
+
+    def tokens_of(self, pair: str, tokens: int) -> int:
+        """Returns the tokens of a pair's prompts: as many bytes as the first model's have."""
+        return tokens
+
+    def start_stateless(self, stores: Mapping[str, str]) -> None:
+        """Starts for each store a D that loads the token rows of prompts and no states."""
+        raise NotImplementedError("the mini engine is not compared so")
 
     def ready(self) -> dict[str, Any]:
         """Waits for all. Returns what each says about itself."""
@@ -102,7 +112,10 @@ class Setup:
 
 
 class VllmSetup(Setup):
-    """The instances of one run, of vLLM: the shape of an 8B Llama with dummy weights."""
+    """The instances of one run, of vLLM with dummy weights.
+
+    model: the one of --models that the next instances serve.
+    """
 
     def prepare(self) -> None:
         given = self._given
@@ -110,26 +123,33 @@ class VllmSetup(Setup):
         shape |= {"num_attention_heads": given.hidden // 128, "vocab_size": VOCABULARY}
         shape |= {"num_key_value_heads": max(1, given.hidden // 512)}
         shape |= {"intermediate_size": given.hidden * 7 // 2}
-        self._model = self._scratch / "model"
-        self._model.mkdir()
-        (self._model / "config.json").write_text(json.dumps(LLAMA_8B | shape))
-
-    def start_controls(self, block: int) -> None:
-        """Starts a second instance without a pool, and one whose connector does nothing."""
-        super().start_controls(block)
-        arguments = self._arguments(block)
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "IdleConnector",
-            "kv_connector_module_path": "benchmarks.handoff.idle_connector",
-            "kv_role": "kv_both",
+        self.models = {
+            name: Model.open(
+                name, self._scratch / f"model-{number}", **(shape if name == "llama-8b" else {})
+            )
+            for number, name in enumerate(given.models)
         }
-        self.controls["idle_connector"] = self._start_vllm("idle-connector", arguments, 0)
+        self.model = given.models[0]
+
+    def tokens_of(self, pair: str, tokens: int) -> int:
+        return self._like_the_first(self._model_of[pair], tokens)
+
+    def _like_the_first(self, name: str, tokens: int) -> int:
+        first, *_ = self._given.models
+        return tokens if name == first else self.models[name].like(self.models[first], tokens)
+
+    def start_stateless(self, stores: Mapping[str, str]) -> None:
+        for name, url in stores.items():
+            settings = {"store": url, "weights": "bench", "role": "decode"}
+            arguments = self._arguments_of_pdstore(settings, self._given.block[0])
+            self.stateless[name] = self._start_vllm(f"{name}-x", arguments, 1, make=without_states)
 
     def start_pair(self, name: str, url: str, block: int) -> None:
         """As above. A peer of pdstore goes by its name, without a URL."""
         if url not in PEER_MODES:
             super().start_pair(name, url, block)
             return
+        self._model_of[name] = self.model
         pair = [self._start_peer(f"{name}-{end}", url, end, block) for end in ("p", "d")]
         self.pairs[name] = (pair[0], pair[1])
 
@@ -139,6 +159,10 @@ class VllmSetup(Setup):
         return self._start_vllm(name, arguments, int(end == "d"), peer.environment)
 
     def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
+        return self._start_vllm(name, self._arguments_of_pdstore(settings, block), gpu)
+
+    def _arguments_of_pdstore(self, settings: dict[str, Any], block: int) -> dict[str, Any]:
+        """settings: of pdstore; without any there is no pool."""
         arguments = self._arguments(block)
         if settings:
             extra = {k: v for k, v in settings.items() if k != "role"}
@@ -150,17 +174,22 @@ class VllmSetup(Setup):
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": extra,
             }
-        return self._start_vllm(name, arguments, gpu)
+        return arguments
 
     def _start_vllm(
-        self, name: str, arguments: dict[str, Any], gpu: int, more: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        gpu: int,
+        more: Mapping[str, str] | None = None,
+        make: Callable[..., VllmInstance] = VllmInstance,
     ) -> Instance:
         """more: of the environment."""
         environment = ENVIRONMENT | self._environment(gpu) | dict(more or {})
+        if self._given.exact:
+            environment[LOG] = str(chunks_in(self._scratch))
         log = self._scratch / "logs" / f"{name}.log"
-        instance = Instance(
-            name, VllmInstance, {"arguments": arguments}, environment, log, tree=self.tree
-        )
+        instance = Instance(name, make, {"arguments": arguments}, environment, log, tree=self.tree)
         self.instances.append(instance)
         return instance
 
@@ -173,30 +202,40 @@ class VllmSetup(Setup):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
         return {"CUDA_VISIBLE_DEVICES": visible[min(gpu, len(visible) - 1)]}
 
+    @property
+    def _dtype(self) -> str:
+        is_small = self._given.cpu and not self.models[self.model].has_states
+        return "float32" if is_small else "bfloat16"  # vLLM's CPU backend has no others for states
+
     def _arguments(self, block: int) -> dict[str, Any]:
         given = self._given
-        most = max(max(given.tokens), given.burst * given.burst_tokens) + 512
+        model = self.models[self.model]
+        longest = max(self._like_the_first(self.model, tokens) for tokens in given.tokens)
+        most = max(longest, given.burst * given.burst_tokens) + 512
         arguments: dict[str, Any] = {
-            "model": str(self._model.resolve()),
-            **{"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0},
-            **{"dtype": self._dtype, "max_model_len": max(given.tokens) + 512},
+            "model": str(model.path),
+            **{"load_format": model.load_format, "skip_tokenizer_init": True, "seed": 0},
+            **{"dtype": self._dtype, "max_model_len": longest + 512},
             **{"max_num_seqs": 8, "max_num_batched_tokens": given.chunk},
         }
+        if model.has_states:  # vLLM chooses the size of their blocks, and how they are computed
+            arguments["enable_prefix_caching"] = True
         if given.cpu:
-            return arguments | {
-                "enforce_eager": True,
-                "block_size": 64,
-                "num_gpu_blocks_override": most // 32,
+            arguments |= {"enforce_eager": True, "block_size": 64}
+            arguments["num_gpu_blocks_override"] = most // 32
+        else:
+            arguments |= {
+                "gpu_memory_utilization": 0.05,
+                "kv_cache_memory_bytes": model.cache_bytes(most + 4096),
+                "compilation_config": {
+                    **{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+                    "cudagraph_capture_sizes": [1, 2, 4, 8],
+                },
             }
-        per_token = given.layers * max(1, given.hidden // 512) * 256 * 2
-        return arguments | {
-            **{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": per_token * (most + 4096)},
-            **{"attention_backend": "FLASH_ATTN", "block_size": block},
-            "compilation_config": {
-                **{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-                "cudagraph_capture_sizes": [1, 2, 4, 8],
-            },
-        }
+            if not model.has_states:
+                arguments |= {"attention_backend": "FLASH_ATTN", "block_size": block}
+        arguments |= WAYS[given.exact] if given.exact else {}
+        return {**arguments, **given.vllm}
 
 
 ENGINES: dict[str, Callable[[Path, argparse.Namespace], Setup]] = {"mini": Setup, "vllm": VllmSetup}

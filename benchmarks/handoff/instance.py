@@ -25,12 +25,16 @@ class Prompt(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request for a prompt that was staged before, so that nothing makes or carries it now."""
+    """A request for a prompt that was staged before, so that nothing makes or carries it now.
+
+    is_compared: its facts have the prompt's ids too, and the logprobs of the answer's.
+    """
 
     name: str
     prompt: Prompt
     max_tokens: int
     params: dict[str, Any] | None = None
+    is_compared: bool = False
 
 
 class Served(Protocol):

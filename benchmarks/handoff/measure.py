@@ -28,7 +28,6 @@ MODES = ("relayed", "concurrent", "settled", "computed")
 class Sample:
     """One prompt, handed over once. Seconds; `exposed_s` of "computed" is D's whole prefill.
 
-    is_same: True if D's tokens were those of one instance; None if that was not looked at.
     saved_s: of "settled", from P's answer until its engine knows that all is stored, `done` too.
     """
 
@@ -39,39 +38,21 @@ class Sample:
     ttft_s: float
     prefill_s: float
     d_computed: int
-    is_same: bool | None
     reason: str | None
     saved_s: float | None = None
 
 
 class Client:
-    """Asks one P and one D, and an instance without a pool beside them.
+    """Asks one P and one D, and an instance without a pool beside them."""
 
-    check_up_to: compare D's answers to prompts of at most so many tokens with those of the lone
-        instance, which is asked twice: the second time it takes the prompt from its own prefix
-        cache, and computes one token as D does. So such prompts are shorter: one token more than
-        whole blocks of that cache, and no longer than a chunk.
-    block: tokens of a block of the lone instance.
-    """
-
-    def __init__(
-        self,
-        store: str,
-        p: Instance,
-        d: Instance,
-        alone: Instance | None,
-        *,
-        check_up_to: int,
-        block: int = 16,
-    ) -> None:
-        self.store, self._check_up_to, self._block = store, check_up_to, block
+    def __init__(self, store: str, p: Instance, d: Instance, alone: Instance | None) -> None:
+        self.store = store
         self._p, self._d, self._alone = p, d, alone
         self._num_asked = 0
 
     def hand_over(self, mode: str, num_tokens: int) -> Sample:
         """Hands one new prompt over. Both instances have nothing to do before and after."""
-        is_checked = num_tokens <= self._check_up_to
-        prompt = Prompt(num_tokens - (self._block - 1) * is_checked, secrets.randbits(48))
+        prompt = Prompt(num_tokens, secrets.randbits(48))
         name = f"{mode}-{self._num_asked}"
         self._num_asked += 1
         for each in (self._p, self._d):
@@ -91,14 +72,11 @@ class Client:
             ttft_s=first - (asked if mode == "computed" else sent),
             prefill_s=answered - sent,
             d_computed=facts["computed"],
-            is_same=None,
             reason=facts["reason"],
             saved_s=asked - answered if mode == "settled" else None,
         )
         for each in (self._p, self._d):
             each.settle()
-        if is_checked:
-            sample.is_same = self._is_right(prompt, facts["ids"])
         return sample
 
     def lead(self, num_tokens: int) -> float:
@@ -170,14 +148,6 @@ class Client:
         if mode != "concurrent":
             asked = self._d.ask(Ask(name, prompt, NUM_DECODED, facts["handoff"]))
         return sent, answered, asked
-
-    def _is_right(self, prompt: Prompt, ids: list[int]) -> bool:
-        assert self._alone is not None
-        for _ in range(2):
-            self._alone.stage(prompt)
-            self._alone.ask(Ask("check", prompt, NUM_DECODED))
-            _, facts = self._alone.wait("done", "check")
-        return bool(facts["ids"] == ids)
 
 
 def prefill_alone(instance: Instance, num_tokens: int) -> float:

@@ -11,8 +11,6 @@ from benchmarks.handoff.measure import MODES, Sample
 HEAD = f"{'store':10} {'mode':10} {'tokens':>7} {'exposed, ms':>12} {'range':>16} {'ttft':>8}"
 _EXPOSED = "exposed: from P's answer to D's first token, less a decode step; so it may be below 0"
 
-_CONTROLS = {"control": "a second one", "idle_connector": "one whose connector does nothing"}
-
 
 def rows_of(samples: list[Sample]) -> list[dict[str, Any]]:
     """Returns a row for each length, store and mode: medians, with ranges."""
@@ -36,8 +34,6 @@ def _row(samples: list[Sample]) -> dict[str, Any]:
         "d_computed": max(s.d_computed for s in samples),
         "saved_s": median(saved) if saved else None,
         "samples": len(samples),
-        "same_answers": sum(s.is_same is True for s in samples),
-        "compared_answers": sum(s.is_same is not None for s in samples),
         "reasons": sorted({s.reason for s in samples if s.reason}),
     }
 
@@ -54,14 +50,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         line = (
             f"prefill of {tokens} tokens by an instance without a pool: {median(took) * 1e3:.1f} ms"
         )
-        for name, words in _CONTROLS.items():
-            like = found.get(f"{name}_prefill_s", {}).get(tokens)
-            line += f", by {words} {median(like) * 1e3:.1f}" if like else ""
+        if like := found["control_prefill_s"].get(tokens):
+            line += f", by a second one {median(like) * 1e3:.1f}"
         yield line
-    compared = sum(row["compared_answers"] for row in found["rows"])
-    if compared:
-        same = sum(row["same_answers"] for row in found["rows"])
-        yield f"answers that were those of one instance: {same} of {compared}"
     for name in dict.fromkeys(burst["store"] for burst in found["bursts"]):
         of_store = [burst for burst in found["bursts"] if burst["store"] == name]
         handed = median(t for burst in of_store for t in burst["ttft_s"])

@@ -27,7 +27,7 @@ class Run:
     """The plan of a run, and its results.
 
     prefills: seconds of a lone instance's prefill, by the prompt's tokens.
-    controls: those of the instances for --control, by their names.
+    controls: those of the instance for --control.
     bursts: seconds to the first token of prompts that come at once.
     leads: seconds from the beginning of D's load to P's `done`.
     """
@@ -36,7 +36,7 @@ class Run:
     setup: Setup
     began: float
     prefills: dict[int, list[float]] = field(default_factory=dict)
-    controls: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    controls: dict[int, list[float]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     bursts: list[dict[str, Any]] = field(default_factory=list)
     leads: list[dict[str, Any]] = field(default_factory=list)
@@ -65,11 +65,8 @@ class Run:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def _clients(self) -> list[Client]:
-        most, block = self.given.check, self.given.block[0]
-        return [
-            Client(name, p, d, self.setup.alone, check_up_to=most, block=block)
-            for name, (p, d) in self.setup.pairs.items()
-        ]
+        alone = self.setup.alone
+        return [Client(name, p, d, alone) for name, (p, d) in self.setup.pairs.items()]
 
     def _rounds(self) -> Iterator[bool]:
         for number in range(self.given.rounds + 1):
@@ -88,15 +85,15 @@ class Run:
         ]
         if self.setup.alone is not None:
             asks.append(partial(self._prefill, self.setup.alone, self.prefills, tokens))
-        for name, control in self.setup.controls.items():
-            taken = self.controls.setdefault(name, {})
-            asks.append(partial(self._prefill, control, taken, tokens))
+        if self.setup.control is not None:
+            asks.append(partial(self._prefill, self.setup.control, self.controls, tokens))
         random.shuffle(asks)
         for ask in asks:
             time.sleep(_REST_S)
             ask()
 
     def _hand_over(self, client: Client, mode: str, tokens: int) -> None:
+        tokens = self.setup.tokens_of(client.store, tokens)
         self.samples.append(client.hand_over(mode, tokens))
 
     def _prefill(self, instance: Instance, taken: dict[int, list[float]], tokens: int) -> None:

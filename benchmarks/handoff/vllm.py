@@ -57,6 +57,7 @@ class VllmInstance:
             max_tokens=ask.max_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=1 if ask.is_compared else None,
             extra_args={"kv_transfer_params": ask.params} if ask.params else None,
         )
         prompt = {"prompt_token_ids": self._prompts.pop(ask.prompt)}
@@ -99,7 +100,12 @@ class VllmInstance:
 
     def _facts(self, live: _Live, output: Any, tokens: list[int]) -> dict[str, Any]:
         num_computed = self._computed.pop(live.ask.name, 0) - (live.ask.max_tokens - 1)
-        return {
+        compared: dict[str, Any] = {}
+        if live.ask.is_compared:
+            pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
+            compared["prompt_ids"] = list(output.prompt_token_ids)
+            compared["logprobs"] = [of_token[token].logprob for token, of_token in pairs]
+        return compared | {
             "received": live.received,
             "times": live.times,
             "ids": tokens,

@@ -29,6 +29,7 @@ from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
 from benchmarks.load.measure import measure, sizes_of
 from benchmarks.load.workloads import WORKLOADS, Sizes, turns
+from benchmarks.shapes import SHAPES
 from examples.demo.processes import stop_on_signals
 
 
@@ -74,6 +75,7 @@ def _parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--cpu", action="store_true", help="a tiny model and a sixteenth of the lengths")
     add("--engine", choices=("mini", "vllm"), help="default: mini with --cpu, else vllm")
+    add("--model", default="llama-8b", help=f"of vLLM: {', '.join(SHAPES)}, or a directory")
     add("--workload", nargs="+", choices=tuple(WORKLOADS), default=["turns"], metavar="NAME")
     add("--kinds", nargs="+", default=["plain", "shm", "files"])
     add("--windows", type=int, default=3)
@@ -85,6 +87,7 @@ def _parse() -> argparse.Namespace:
     add("--rates", type=float, nargs="+", help="arrivals a second, of open loops")
     add("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them: of P, of D")
     add("--users", type=int, help="who ask at once")
+    add("--vocabulary", type=int, help="token ids are below it")
     add("--document", type=int, help="tokens that a user brings along, the median")
     add("--questions", type=int, dest="turns", help="of one user, who then leaves")
     add("--pool-gib", type=float, help="size of the host pool")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Literal, NamedTuple
 from benchmarks.load.client import Mode
 from benchmarks.load.workloads import Sizes
 from benchmarks.peers import Role, peer_of, start_service
-from benchmarks.vllm_engine import ENVIRONMENT, LLAMA_8B
+from benchmarks.shapes import Model
+from benchmarks.vllm_engine import ENVIRONMENT
 from examples.demo.client import is_healthy
 from examples.demo.processes import Processes
 from examples.ports import free_ports
@@ -24,7 +26,6 @@ _CEILING_TOKENS = 600_000
 _SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 _SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 _BLOCK = 64
-_BYTES_PER_TOKEN = 32 * 8 * 128 * 2 * 2  # layers, heads, width, K and V, bfloat16
 _ROUTER_S = 30.0
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -103,6 +104,7 @@ class Fleet:
     """Starts the servers of a kind.
 
     engine: `vllm` or `mini`. tree: the checkout that the servers import pdstore from.
+    model: of vLLM: a shape's name, or a directory.
     gpus: of the instances of a kind, in order; the last one also serves all further instances.
     options: of the engine's command line, behind all others.
     """
@@ -117,8 +119,9 @@ class Fleet:
         gpus: Sequence[str],
         *,
         is_cpu: bool,
+        model: str = "llama-8b",
     ) -> None:
-        self._gpus = gpus
+        self._gpus, self._named = gpus, model
         self._processes, self._model, self._sizes = processes, scratch / "model", sizes
         self._is_mini, self._options, self._is_cpu = engine == "mini", options, is_cpu
 
@@ -171,19 +174,24 @@ class Fleet:
         }
 
     def _vllm(self, tokens: int) -> list[str]:
-        dtype, chunk = ("float32", 512) if self._is_cpu else ("bfloat16", 8192)
-        command = ["vllm.entrypoints.cli.main", "serve", str(self._model)]
-        command += ["--load-format", "dummy", "--dtype", dtype, "--block-size", str(_BLOCK)]
+        model, chunk = self._served, 512 if self._is_cpu else 8192
+        dtype = "float32" if self._is_cpu and not model.has_states else "bfloat16"
+        command = ["vllm.entrypoints.cli.main", "serve", str(model.path)]
+        command += ["--load-format", model.load_format, "--dtype", dtype]
         command += ["--max-model-len", str(self._longest), "--max-num-seqs", "64"]
         command += ["--max-num-batched-tokens", str(chunk)]
-        command += ["--num-gpu-blocks-override", str(tokens // _BLOCK)]
         command += ["--disable-uvicorn-access-log", "--shutdown-timeout", "5"]
+        if model.has_states:  # vLLM chooses the size of their blocks
+            command += ["--enable-prefix-caching"]
+        else:
+            command += ["--block-size", str(_BLOCK)]
+            command += ["--num-gpu-blocks-override", str(tokens // _BLOCK)]
         if self._is_cpu:
             return [*command, "--enforce-eager"]
         # Several instances start on one GPU at once: none may reckon with what is free just now.
         command += ["--gpu-memory-utilization", "0.05"]
-        command += ["--kv-cache-memory-bytes", str(tokens * _BYTES_PER_TOKEN)]
-        command += ["--attention-backend", "FLASH_ATTN"]
+        command += ["--kv-cache-memory-bytes", str(model.cache_bytes(tokens))]
+        command += [] if model.has_states else ["--attention-backend", "FLASH_ATTN"]
         return [*command, "--compilation-config", json.dumps(_GRAPHS)]
 
     def _mini(self, tokens: int) -> list[str]:
@@ -196,16 +204,18 @@ class Fleet:
         return self._sizes.longest + 1024
 
     def _make_model(self) -> None:
-        """Writes what the engines serve, once: the shape of an 8B Llama, or a tiny one."""
+        """Writes what the engines serve, once: a shape, or a tiny Llama."""
         from benchmarks.checkpoint import Shape, make_model, write_tokenizer
 
-        if self._model.exists():
-            return
         vocabulary = self._sizes.vocabulary
         if self._is_mini:
-            make_model(Shape(vocabulary, 4, 256, self._longest), self._model, "cpu", "float32")
+            if not self._model.exists():
+                shape = Shape(vocabulary, 4, 256, self._longest)
+                make_model(shape, self._model, "cpu", "float32")
             return
-        self._model.mkdir()
-        write_tokenizer(self._model)
-        shape = LLAMA_8B | (_SMALL if self._is_cpu else {}) | {"vocab_size": vocabulary}
-        (self._model / "config.json").write_text(json.dumps(shape))
+        changes = {"vocab_size": vocabulary} | (_SMALL if self._is_cpu else {})
+        directory = Path(tempfile.mkdtemp(dir=self._model.parent)) / "model"
+        changes = changes if self._named == "llama-8b" else {}
+        self._served = Model.open(self._named, directory, **changes)
+        if self._served.path == directory.resolve():
+            write_tokenizer(directory)

@@ -40,7 +40,7 @@ _COUNTED = {
 }
 """The counters of each column, by how their names begin. An older pdstore lacks some."""
 COUNTS = [*_COUNTED, "unanswered", "errors"]
-OPTIONS = ("users", "turns", "document", "pool_gib", "gpu")
+OPTIONS = ("users", "turns", "document", "pool_gib", "gpu", "vocabulary")
 """Sizes that the command line may change."""
 _WARM_UP = 3
 
@@ -48,7 +48,7 @@ _WARM_UP = 3
 def _report_of(given: argparse.Namespace) -> Report:
     way = ", in turns" if given.beside or given.anew else ""
     way += ", servers started anew for each" if given.anew else ""
-    what = f"{', '.join(given.workload)}, {given.engine}, seed {given.seed}"
+    what = f"{', '.join(given.workload)}, {given.engine}, {given.model}, seed {given.seed}"
     notes = [f"{name}: {sizes}" for name, sizes in sizes_of(given).items()]
     title = f"{what}: windows of {given.window:g} s{way}"
     return Report(title, [*COLUMNS, *TIMES, *COUNTS], notes=notes)
@@ -93,7 +93,7 @@ def _measure(
     ]
     with contextlib.ExitStack() as pools, Processes() as processes:
         how = given.engine, given.options, given.gpus
-        fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu)
+        fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu, model=given.model)
         started = []
         for name in names:
             pool = Path(pools.enter_context(tempfile.TemporaryDirectory(dir=scratch)))

@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from pdstore.format.continuation import BlockTables
 from pdstore.format.plan import LoadPlan
@@ -59,6 +59,10 @@ class ReplayScheduler(Scheduler):
         return output
 
 
+class AsyncReplayScheduler(ReplayScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling."""
+
+
 def _ends_in(request: Any) -> list[int]:
     return (request.kv_transfer_params or {}).get(REPLAY) or []
 
@@ -77,25 +81,20 @@ def ends_of(log: Path, tokens: Sequence[int]) -> list[int]:
     return ends[::-1]
 
 
-class StatelessWorker(CPUWorker):
-    """Loads a prompt's token rows to its blocks, and its states to blocks of no request."""
+def load_without_states() -> None:
+    """Makes each pool of this process load states to blocks of no request."""
+    begin_load = KVPool.begin_load
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        begin_load = KVPool.begin_load
+    def without_states(pool: KVPool, plan: LoadPlan, block_ids: BlockTables, **more: Any) -> Job:
+        used = {id for table in block_ids for id in _ids_in(table)}
+        others = (id for id in range(1, _NUM_BLOCKS) if id not in used)
+        tables = [
+            {end: next(others) for end in table} if isinstance(table, Mapping) else table
+            for table in block_ids
+        ]
+        return begin_load(pool, plan, tables, **more)
 
-        def without_states(
-            pool: KVPool, plan: LoadPlan, block_ids: BlockTables, **more: Any
-        ) -> Job:
-            used = {id for table in block_ids for id in _ids_in(table)}
-            others = (id for id in range(1, _NUM_BLOCKS) if id not in used)
-            tables = [
-                {end: next(others) for end in table} if isinstance(table, Mapping) else table
-                for table in block_ids
-            ]
-            return begin_load(pool, plan, tables, **more)
-
-        KVPool.begin_load = without_states  # type: ignore[assignment, method-assign]
+    KVPool.begin_load = without_states  # type: ignore[method-assign]
 
 
 def _ids_in(table: Sequence[int] | Mapping[int, int]) -> Iterable[int]:

@@ -19,7 +19,7 @@ OPTIONS = (
     f"--scheduler-cls={_MODULE}.ReplayScheduler",
 )
 CACHED = ("--enable-prefix-caching",)
-STATELESS = f"--worker-cls={_MODULE}.StatelessWorker"
+STATELESS = "--worker-cls=tests.support.vllm_stateless.StatelessWorker"
 
 
 class Instances:

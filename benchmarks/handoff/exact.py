@@ -1,0 +1,112 @@
+"""Compares D with an instance that computes the same chunks, and with a D that has no states.
+
+Answers of models with states depend on where chunks end, so an instance without a pool computes
+each prompt again in the chunks that P and D computed. Instances on several GPUs, or with CUDA
+graphs, may differ in the last bits; how far they differ without the states says what that means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.handoff.instance import Ask, Instance, Prompt
+from benchmarks.handoff.vllm import VllmInstance
+from pdstore.router.bodies import REMOTE_DECODE
+
+if TYPE_CHECKING:
+    from benchmarks.handoff.engines import Setup
+
+_REPLAY = "tests.support.vllm_replay"
+LOG = "CHUNK_LOG"  # the variable that this module's schedulers read
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {
+        **{"enforce_eager": True, "async_scheduling": False},
+        "scheduler_cls": f"{_REPLAY}.ReplayScheduler",
+    },
+    "graphs": {"async_scheduling": True, "scheduler_cls": f"{_REPLAY}.AsyncReplayScheduler"},
+}
+"""Arguments of `vllm.LLM`: step by step, or as it serves."""
+_NUM_DECODED = 16
+
+
+def chunks_in(scratch: Path) -> Path:
+    """The log of the chunks that all instances computed."""
+    return scratch / "chunks"
+
+
+def without_states(arguments: dict[str, Any]) -> VllmInstance:
+    """Makes an instance that loads states to blocks of no request."""
+    from tests.support.vllm_replay import load_without_states
+
+    load_without_states()
+    return VllmInstance(arguments)
+
+
+def compare_all(
+    setup: Setup, scratch: Path, given: argparse.Namespace, found: dict[str, Any]
+) -> None:
+    """Hands a prompt of each length over, prints how D's answer compares, and writes `--json`."""
+    found["rows"] = []
+    for store, (p, d) in setup.pairs.items():
+        assert setup.alone is not None
+        answers = _Answers(p, d, setup.stateless[store], setup.alone, chunks_in(scratch))
+        for tokens in given.tokens:
+            row = {"store": store, "way": given.exact, **answers.compare(tokens)}
+            print(json.dumps(row), flush=True)
+            found["rows"].append(row)
+            if given.json:
+                given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+class _Answers:
+    """A pair, the negative control, and the instance that computes all by itself."""
+
+    def __init__(
+        self, p: Instance, d: Instance, control: Instance, alone: Instance, chunks: Path
+    ) -> None:
+        self._p, self._d, self._control, self._alone = p, d, control, alone
+        self._chunks = chunks
+        self._num_asked = 0
+
+    def compare(self, num_tokens: int) -> dict[str, Any]:
+        """Returns a row for one new prompt."""
+        from tests.support.vllm_replay import REPLAY, ends_of
+
+        prompt = Prompt(num_tokens, secrets.randbits(48))
+        handoff = self._ask(self._p, prompt, 1, REMOTE_DECODE)["handoff"]
+        mine = self._ask(self._d, prompt, _NUM_DECODED, handoff)
+        ends = ends_of(self._chunks, mine["prompt_ids"])
+        control = self._ask(self._control, prompt, _NUM_DECODED, handoff)
+        theirs = self._ask(self._alone, prompt, _NUM_DECODED, {REPLAY: ends})
+        return {
+            "tokens": num_tokens,
+            "chunks": ends,
+            "d_computed": mine["computed"],
+            "d_loaded": mine["loaded"],
+            "ids_equal": mine["ids"] == theirs["ids"],
+            "largest_difference": _difference(mine, theirs),
+            "control_computed": control["computed"],
+            "control_ids_equal": control["ids"] == theirs["ids"],
+            "control_largest_difference": _difference(control, theirs),
+        }
+
+    def _ask(
+        self, instance: Instance, prompt: Prompt, max_tokens: int, params: Any
+    ) -> dict[str, Any]:
+        name = f"exact-{self._num_asked}"
+        self._num_asked += 1
+        instance.stage(prompt)
+        instance.ask(Ask(name, prompt, max_tokens, params, is_compared=True))
+        facts: dict[str, Any] = instance.wait("done", name)[1]
+        instance.settle()
+        return facts
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between logprobs of two answers, token by token."""
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    return max(float(abs(a - b)) for a, b in pairs)

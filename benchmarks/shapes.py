@@ -1,0 +1,108 @@
+"""Models that are served with dummy weights: shapes by name, or a directory with a config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pdstore.sizing import ModelShape
+
+_COMMON = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+_COMMON |= {"max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA_8B: dict[str, Any] = {
+    **_COMMON,
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256},
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+}
+_DELTA_NET = {
+    **_COMMON,
+    **{"num_attention_heads": 16, "head_dim": 256, "partial_rotary_factor": 0.25},
+    **{"rope_theta": 10000000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+    **{"full_attention_interval": 4, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+}
+_EXPERTS = {"decoder_sparse_step": 1, "num_experts": 512, "num_experts_per_tok": 10}
+_EXPERTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "qwen3-next": {  # 4 of the 48 layers of Qwen3-Next-80B-A3B
+        **_DELTA_NET,
+        **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+        **{"hidden_size": 2048, "intermediate_size": 5632, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 4, "vocab_size": 151936, "mlp_only_layers": []},
+        **{**_EXPERTS, "norm_topk_prob": True},
+    },
+    "qwen3.5-4b": {
+        **_DELTA_NET,
+        **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+        **{"hidden_size": 2560, "intermediate_size": 9216, "num_key_value_heads": 4},
+        **{"num_hidden_layers": 32, "vocab_size": 248320, "mamba_ssm_dtype": "float32"},
+    },
+    "kimi-linear": {  # 4 of the 27 layers of Kimi-Linear-48B-A3B
+        **_COMMON,
+        **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"},
+        **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72},
+        **{"vocab_size": 163840, "hidden_act": "silu", "rms_norm_eps": 1e-5},
+        **{"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True},
+        **{"num_experts": 256, "num_experts_per_token": 8, "num_experts_per_tok": 8},
+        **{"num_shared_experts": 1, "moe_intermediate_size": 1024, "first_k_dense_replace": 1},
+        **{"moe_renormalize": True, "routed_scaling_factor": 2.446, "use_grouped_topk": True},
+        "linear_attn_config": {
+            **{"kda_layers": [1, 2, 3], "full_attn_layers": [4]},
+            **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
+        },
+    },
+}
+_SPARE_STATES = 64  # so many requests at once, or earlier states that are kept
+
+
+class Model(NamedTuple):
+    """A model to serve. sizes: of its KV and of its states."""
+
+    path: Path
+    sizes: ModelShape
+
+    @classmethod
+    def open(cls, name: str, directory: Path, **changes: Any) -> Model:
+        """Opens a checkpoint by its directory, or writes a shape's config with these changes.
+
+        name: a directory, or a key of SHAPES, whose config goes to `directory`.
+        """
+        path = Path(name).resolve()
+        if name in SHAPES:
+            path = directory.resolve()
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(SHAPES[name] | changes))
+        return cls(path, ModelShape.of_config(str(path)))
+
+    @property
+    def has_states(self) -> bool:
+        return self.sizes.state_layers > 0
+
+    @property
+    def load_format(self) -> str:
+        """vLLM's word: weights are made up where the directory has none."""
+        return "auto" if any(self.path.glob("*.safetensors")) else "dummy"
+
+    @property
+    def vocabulary(self) -> int:
+        return int(json.loads((self.path / "config.json").read_text())["vocab_size"])
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """The bytes that a hand-off of a prompt moves to D."""
+        return num_tokens * self.sizes.kv_bytes() + self.sizes.state_bytes
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """The bytes of an engine's own cache with room for so many tokens."""
+        return num_tokens * self.sizes.kv_bytes() + _SPARE_STATES * self.sizes.state_bytes
+
+    def like(self, other: Model, num_tokens: int) -> int:
+        """Returns how long a prompt moves as many bytes as one of another model."""
+        num_bytes = other.num_bytes(num_tokens) - self.sizes.state_bytes
+        return max(1, num_bytes // self.sizes.kv_bytes())
