@@ -90,10 +90,6 @@ class Model(NamedTuple):
         """vLLM's word: weights are made up where the directory has none."""
         return "auto" if any(self.path.glob("*.safetensors")) else "dummy"
 
-    @property
-    def vocabulary(self) -> int:
-        return int(json.loads((self.path / "config.json").read_text())["vocab_size"])
-
     def num_bytes(self, num_tokens: int) -> int:
         """The bytes that a hand-off of a prompt moves to D."""
         return num_tokens * self.sizes.kv_bytes() + self.sizes.state_bytes

@@ -40,8 +40,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handoff.engines import ENGINES, Setup
-from benchmarks.handoff.exact import WAYS, compare_all
+from benchmarks.handoff.engines import ENGINES, Setup, VllmSetup
+from benchmarks.handoff.exact import WAYS, Answers, chunks_in, compare_all
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run, measure_floor
@@ -79,7 +79,12 @@ def main() -> None:
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
         if given.exact:
-            compare_all(setup, scratch, given, found)
+            chunks = chunks_in(scratch)
+            answers = {
+                store: Answers(*pair, setup.stateless[store], setup.alone, chunks)
+                for store, pair in setup.pairs.items()
+            }
+            compare_all(answers, given, found)
             return
         if not given.cpu:
             found["floor"] = measure_floor()
@@ -112,7 +117,7 @@ def start_all(
     setup.start_alone()
     stores = stack.enter_context(open_stores(given, scratch))
     start_pairs(setup, given, stores)
-    if given.exact:
+    if given.exact and isinstance(setup, VllmSetup):
         setup.start_stateless(stores)
 
 
@@ -122,7 +127,7 @@ def start_pairs(
     """Starts a P and a D for each model, store and size of blocks."""
     for model, (store, url), block in product(given.models, stores.items(), given.block):
         name = store if len(given.block) == 1 else f"{store} {block}"
-        name += f" {model}" if len(given.models) > 1 else ""
+        name += f" {Path(model).name}" if len(given.models) > 1 else ""
         setup.model = model
         setup.start_pair(f"{name} {tree_name}".rstrip(), url, block)
 
@@ -141,18 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--burst-tokens", type=int)
     parser.add_argument("--pool", type=Path, help="a memory-backed directory (default /dev/shm)")
     parser.add_argument("--pool-size", default=None, help="of each store, such as 24GiB")
-    parser.add_argument("--models", nargs="+", default=["llama-8b"], metavar="NAME", help=MODELS)
-    parser.add_argument("--vllm", type=json.loads, default={}, help="more of vllm.LLM, as JSON")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
-    parser.add_argument(
-        "--block",
-        type=int,
-        nargs="+",
-        default=[16],
-        help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
-    )
+    _add_sizes(parser)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this time")
     _add_comparisons(parser)
     parser.add_argument("--json", type=Path)
@@ -169,6 +163,21 @@ def parse() -> argparse.Namespace:
     if given.engine == "mini" and not PEER_MODES.keys().isdisjoint(given.stores):
         parser.error(f"--stores: {' and '.join(PEER_MODES)} go with --engine vllm")
     return given
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", default=["llama-8b"], metavar="NAME", help=MODELS)
+    parser.add_argument("--vllm", type=json.loads, default={}, help="more of vllm.LLM, as JSON")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--chunk", type=int, help="tokens of a step of the engine")
+    parser.add_argument(
+        "--block",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="tokens of a block of the pairs, for vLLM on GPUs; the lone instance has the first",
+    )
 
 
 def _add_comparisons(parser: argparse.ArgumentParser) -> None:

@@ -72,10 +72,6 @@ class Setup:
         """Returns the tokens of a pair's prompts: as many bytes as the first model's have."""
         return tokens
 
-    def start_stateless(self, stores: Mapping[str, str]) -> None:
-        """Starts for each store a D that loads the token rows of prompts and no states."""
-        raise NotImplementedError("the mini engine is not compared so")
-
     def ready(self) -> dict[str, Any]:
         """Waits for all. Returns what each says about itself."""
         return {each.name: each.ready(400) for each in self.instances}
@@ -139,6 +135,7 @@ class VllmSetup(Setup):
         return tokens if name == first else self.models[name].like(self.models[first], tokens)
 
     def start_stateless(self, stores: Mapping[str, str]) -> None:
+        """Starts for each store a D that loads the token rows of prompts and no states."""
         for name, url in stores.items():
             settings = {"store": url, "weights": "bench", "role": "decode"}
             arguments = self._arguments_of_pdstore(settings, self._given.block[0])
@@ -215,7 +212,7 @@ class VllmSetup(Setup):
         arguments: dict[str, Any] = {
             "model": str(model.path),
             **{"load_format": model.load_format, "skip_tokenizer_init": True, "seed": 0},
-            **{"dtype": self._dtype, "max_model_len": longest + 512},
+            **{"dtype": self._dtype, "max_model_len": max(longest, 1024) + 512},
             **{"max_num_seqs": 8, "max_num_batched_tokens": given.chunk},
         }
         if model.has_states:  # vLLM chooses the size of their blocks, and how they are computed

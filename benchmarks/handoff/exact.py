@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.handoff.instance import Ask, Instance, Prompt
 from benchmarks.handoff.vllm import VllmInstance
 from pdstore.router.bodies import REMOTE_DECODE
-
-if TYPE_CHECKING:
-    from benchmarks.handoff.engines import Setup
 
 _REPLAY = "tests.support.vllm_replay"
 LOG = "CHUNK_LOG"  # the variable that this module's schedulers read
@@ -47,27 +46,25 @@ def without_states(arguments: dict[str, Any]) -> VllmInstance:
 
 
 def compare_all(
-    setup: Setup, scratch: Path, given: argparse.Namespace, found: dict[str, Any]
+    answers: Mapping[str, Answers], given: argparse.Namespace, found: dict[str, Any]
 ) -> None:
-    """Hands a prompt of each length over, prints how D's answer compares, and writes `--json`."""
+    """Hands a prompt of each length over each store, prints the rows, and writes `--json`."""
     found["rows"] = []
-    for store, (p, d) in setup.pairs.items():
-        assert setup.alone is not None
-        answers = _Answers(p, d, setup.stateless[store], setup.alone, chunks_in(scratch))
-        for tokens in given.tokens:
-            row = {"store": store, "way": given.exact, **answers.compare(tokens)}
-            print(json.dumps(row), flush=True)
-            found["rows"].append(row)
-            if given.json:
-                given.json.write_text(json.dumps(found, indent=1) + "\n")
+    for store, tokens in product(answers, given.tokens):
+        row = {"store": store, "way": given.exact, **answers[store].compare(tokens)}
+        print(json.dumps(row), flush=True)
+        found["rows"].append(row)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-class _Answers:
+class Answers:
     """A pair, the negative control, and the instance that computes all by itself."""
 
     def __init__(
-        self, p: Instance, d: Instance, control: Instance, alone: Instance, chunks: Path
+        self, p: Instance, d: Instance, control: Instance, alone: Instance | None, chunks: Path
     ) -> None:
+        assert alone is not None
         self._p, self._d, self._control, self._alone = p, d, control, alone
         self._chunks = chunks
         self._num_asked = 0
