@@ -1,4 +1,4 @@
-"""Plans: what one load or one save of a prompt does, from the scheduler to every worker.
+"""Plans: by them the scheduler tells every worker what one load or save of a prompt does.
 
 `EngineRequest` makes them, `KVPool.begin_load` and `begin_save` take them as they are. An adapter
 whose two halves are different processes pickles them, and adds only what the worker must know

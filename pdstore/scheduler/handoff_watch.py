@@ -57,7 +57,8 @@ class HandoffWait(Waiter):
 
     lookup: a lookup with a hand-off.
     end: a function that ends the lookup; called once, with a verdict or with the store's error.
-    is_elsewhere: as `HandoffWatch` takes it; called once, after the first answer.
+    is_elsewhere: returns whether the hand-off's P uses another pool; called once, after the first
+      answer.
     clock: returns monotonic seconds; `asked_at` is such a time.
     """
 

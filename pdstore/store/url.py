@@ -202,7 +202,8 @@ class Place(NamedTuple):
     The class that serves a URL's scheme may have `place(url, settings)` beside `check`. A class
     without it serves a place that all hosts share and of which nothing else is known.
 
-    path: the file or directory that keeps them, also if it does not exist yet; None for a server.
+    path: the file or directory that keeps the values, also if it does not exist yet; None for a
+      server.
     is_memory: True if the values lie in memory that processes map, so that blocks are copied there.
     trial_url: what a check opens instead while `path` does not exist, because opening the store
       makes `path` and fixes its size; None if a check may open the store.

@@ -126,7 +126,11 @@ def _make(path: Path, library: Library, size: int | None, slab_bytes: int | None
 
 
 def _size_of(directory: Path, size: int | None, slab_bytes: int | None) -> int:
-    """Returns how many bytes a new arena is to have. Raises ConfigError if they are not there."""
+    """Returns how many bytes a new arena is to have.
+
+    Raises ConfigError if an arena must be larger, or if the directory's file system is full or does
+    not tell its free space.
+    """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     is_told = status.f_blocks > 0  # not by ramfs, nor by a hugetlbfs mounted without size=

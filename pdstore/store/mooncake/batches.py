@@ -84,7 +84,10 @@ class Memory:
         return any(start <= address and end <= start + size for start, size in list(self._slabs))
 
     def bounce(self, num_bytes: int) -> memoryview:
-        """Returns the bounce, which has `num_bytes` or more; the caller must hold `bounce_lock`."""
+        """Returns the buffer through which other memory is copied, of `num_bytes` or more.
+
+        The caller must hold `bounce_lock`.
+        """
         if len(self._bounce) < num_bytes:
             self._bounce = self.allocate(max(num_bytes, BOUNCE_BYTES))
         return self._bounce
