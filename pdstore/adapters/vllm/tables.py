@@ -39,10 +39,16 @@ def specs_of(group: Any) -> dict[str, KVCacheSpec]:
 def specs_of_model(kv_cache_config: Any) -> dict[int, list[KVCacheSpec]]:
     """Returns what vLLM says of the layers of each KV group, on all stages of a pipeline.
 
-    A group that has no layer on this rank's stage is still described.
+    A group that has no layer on this rank's stage is still described: if its layers differ, by the
+    specs of those on other stages.
     """
+
+    def elsewhere(group: Any) -> list[KVCacheSpec]:
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        return [*by_layer.values()] or [group.kv_cache_spec]
+
     groups = enumerate(kv_cache_config.kv_cache_groups)
-    return {n: [*specs_of(group).values()] or [group.kv_cache_spec] for n, group in groups}
+    return {n: [*specs_of(group).values()] or elsewhere(group) for n, group in groups}
 
 
 def is_state(spec: Any) -> bool:

@@ -172,6 +172,17 @@ def test_a_stage_without_states_has_the_tables_and_blocks_of_the_others(describe
     assert layout.block_tokens == describe(GROUPS)[0].block_tokens == 128
 
 
+def test_a_stage_without_a_layer_of_a_group_of_unlike_states_has_its_table():
+    unlike = {NAMES[0]: STATE, NAMES[1]: replace(STATE, shapes=((2, 2),))}
+    by_layer = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs=unlike)
+    groups = [KVCacheGroupSpec([], by_layer), GROUPS[3]]
+    found = StateTables.of(SimpleNamespace(kv_cache_groups=groups))
+    assert found == StateTables(frozenset({0}), 128, keeps_ends=True)
+    refused(groups)
+    with pytest.raises(ConfigError, match="as all of its layers do"):
+        refused([GROUPS[0], *groups[:1]])
+
+
 def test_a_stage_of_states_alone_is_refused_by_name(describe):
     groups = [*GROUPS[:3], WITHOUT_LAYERS[3]]
     refused(groups)  # the model has other layers
