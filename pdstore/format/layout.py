@@ -75,6 +75,7 @@ class Layout:
         quantization: str | None = None,
         page: str | None = None,
         boundary_tokens: int | None = None,
+        freed_tokens: int | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         draft_layers: int = 0,
@@ -88,12 +89,14 @@ class Layout:
         boundary_tokens: the length of a stored block if the engine decides it: how many tokens lie
           between two ends at which it gives back (frees) blocks behind windows, or keeps states. A
           larger block could lie partly behind a window. None: the engine does neither.
+        freed_tokens: the length of the blocks that windows give back, if such a block is several of
+          the cache's; None: each is one.
         The other arguments are those of `Identity` and `Layout`.
         """
         _check_salt(settings, page)
         entries = entries_of(engine_block_tokens, layers)
         if boundary_tokens is not None:
-            _check_boundary(boundary_tokens, entries, layers)
+            _check_boundary(boundary_tokens, freed_tokens, entries, layers)
         engine_block = lcm(*(tokens for tokens in entries if tokens is not None))
         identity = Identity(
             dtype=dtype,
@@ -284,14 +287,19 @@ def _check_salt(settings: Settings, page: str | None) -> None:
 
 
 def _check_boundary(
-    boundary_tokens: int, entries: Sequence[int | None], layers: Sequence[LayerSpec]
+    boundary_tokens: int,
+    freed_tokens: int | None,
+    entries: Sequence[int | None],
+    layers: Sequence[LayerSpec],
 ) -> None:
     """Raises LayoutError if engine blocks do not fit a stored block that the engine has set."""
     sizes = sorted({tokens for tokens in entries if tokens is not None})
-    if any(spec.window and entries[spec.table] != boundary_tokens for spec in layers):
+    freed = {freed_tokens or entries[spec.table] for spec in layers if spec.window}
+    if any(tokens is None or tokens % boundary_tokens for tokens in freed):
         raise LayoutError(
             f"engine blocks of {sizes} tokens: those that windows give back must have"
-            f" {boundary_tokens}, or a window could begin inside a block of the pool"
+            f" {boundary_tokens} or a multiple of it, or a window could begin inside a block of the"
+            " pool"
         )
     if any(boundary_tokens % tokens for tokens in sizes):
         raise LayoutError(

@@ -167,3 +167,13 @@ def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(LayoutError, match="those that windows give back must have 32"):
         layout_with((32, 16), [FULL, SLIDING], boundary_tokens=32)
     assert layout_with((16, 32), [FULL, SLIDING], boundary_tokens=32).block_tokens == 32
+
+
+@pytest.mark.parametrize(("freed", "fits"), [(16, False), (48, False), (32, True), (64, True)])
+def test_a_window_may_give_back_several_entries_at_once(freed, fits):
+    given = {"boundary_tokens": 32, "freed_tokens": freed}
+    if fits:
+        assert layout_with((16, 16), [FULL, SLIDING], **given).block_tokens == 32
+    else:
+        with pytest.raises(LayoutError, match="must have 32 or a multiple of it"):
+            layout_with((16, 16), [FULL, SLIDING], **given)

@@ -159,6 +159,7 @@ def layout_of(
         layers=list(layers.values()),
         engine_block_tokens=first.shape[1],
         boundary_tokens=_boundary(layers, states, first.shape[1]),
+        freed_tokens=first.shape[0] // kv_cache_config.num_blocks * first.shape[1],
         rope=_shaping(vllm_config, list(layers)),
         quantization=None if is_plain else canonical([weights, str(cache_dtype)]),
         page=page_of(vllm_config, own_name) if first.device.type == "cpu" else None,

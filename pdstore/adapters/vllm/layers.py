@@ -69,9 +69,13 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
         raise LayoutError(
             f"it has only layers with states; choose a smaller pipeline-parallel size; {SEE}"
         )
-    blocks = {views[name].shape[1] for name, spec in layers.items() if not spec.is_state}
+    blocks = {views[name].shape[:2] for name, spec in layers.items() if not spec.is_state}
     if len(blocks) > 1:
-        raise LayoutError(f"KV groups with different block sizes, {sorted(blocks)} tokens; {SEE}")
+        sizes = sorted({tokens for _, tokens in blocks})
+        counts = sorted({rows for rows, _ in blocks})
+        raise LayoutError(
+            f"KV groups with different block sizes, {sizes} tokens in {counts} blocks; {SEE}"
+        )
     has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
     # each rank holds an MLA layer whole, whatever the number of heads
     if has_copies and any(not spec.is_whole for spec in layers.values()):

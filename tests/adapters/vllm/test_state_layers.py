@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -25,6 +26,7 @@ from pdstore.adapters.vllm.layers import joined
 from pdstore.adapters.vllm.messages import RankLayout
 from pdstore.adapters.vllm.tables import StateTables
 from pdstore.errors import ConfigError, LayoutError
+from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.identity import LayerSpec
 from tests.support.kv import settings_of
 from tests.support.states import NO_WINDOW, StateInstance
@@ -49,13 +51,14 @@ GROUPS = [
 """The KV groups of Qwen3-Next: those of states come first."""
 
 
-def cache_of(spec, rows_per_block=1):
+def cache_of(spec, kernel_tokens=None):
     """A layer's tensor as vLLM registers it: of a state, the first bytes of each padded page."""
     if isinstance(spec, MambaSpec):
         pages = torch.zeros(4, spec.page_size_bytes, dtype=torch.int8)
         return pages[:, None, None, : spec.state_content_size_bytes]
-    tokens = spec.block_size // rows_per_block
-    rows = torch.zeros(4 * rows_per_block, 1, tokens, 2 * spec.head_size, dtype=spec.dtype)
+    tokens = kernel_tokens or spec.block_size
+    num_rows = 4 * spec.block_size // tokens
+    rows = torch.zeros(num_rows, 1, tokens, 2 * spec.head_size, dtype=spec.dtype)
     return rows.to("meta")  # a GPU's, which packs no pages
 
 
@@ -66,7 +69,7 @@ def describe(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: one)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def make(groups, tp_size=1, backend=None, rows_per_block=1):
+    def make(groups, tp_size=1, backend=None, kernel_tokens=None):
         specs = {
             name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             for group in groups
@@ -84,7 +87,7 @@ def describe(monkeypatch):
                 quantization=None,
             ),
         )
-        caches = {name: cache_of(spec, rows_per_block) for name, spec in specs.items()}
+        caches = {name: cache_of(spec, kernel_tokens) for name, spec in specs.items()}
         kv_cache_config = KVCacheConfig(4, [], groups)
         return layout_of(settings_of(), config, kv_cache_config, caches)
 
@@ -96,7 +99,7 @@ def namespace_of(layout):
 
 
 def test_layers_stand_in_the_models_order_beside_their_states(describe):
-    layout, views = describe(GROUPS, rows_per_block=8)
+    layout, views = describe(GROUPS, kernel_tokens=16)
     assert list(views) == NAMES
     assert [spec.table for spec in layout.identity.layers] == [0, 1, 2, 3] * 2
     assert layout.geometry.tables == (None, None, None, 16)
@@ -144,7 +147,7 @@ def test_states_of_equal_size_and_another_meaning_are_not_shared(describe, monke
 def test_without_prefix_caching_the_length_of_a_state_block_names_nothing(describe):
     lengths = [replace(STATE, mamba_cache_mode="none", block_size=size) for size in (512, 1024)]
     groups = [[KVCacheGroupSpec(NAMES[:1], spec), GROUPS[3]] for spec in lengths]
-    layouts = [describe(each, rows_per_block=8)[0] for each in groups]
+    layouts = [describe(each, kernel_tokens=16)[0] for each in groups]
     digests = {namespace_of(layout).digest for layout in layouts}
     assert len(digests) == 1
     assert layouts[0].block_tokens == settings_of().block_tokens
@@ -188,6 +191,28 @@ def test_a_stage_of_states_alone_is_refused_by_name(describe):
     refused(groups)  # the model has other layers
     with pytest.raises(LayoutError, match=r"only layers with states; choose a smaller pipeline"):
         describe(groups)
+
+
+WINDOW = SlidingWindowSpec(
+    block_size=128, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=200
+)
+WITH_WINDOW = [*GROUPS, KVCacheGroupSpec(["model.layers.8.self_attn.attn"], WINDOW)]
+
+
+def test_windows_beside_states_give_back_whole_blocks_of_vllms_of_several_of_a_kernel(describe):
+    layout, _ = describe(WITH_WINDOW, kernel_tokens=16)
+    assert (layout.block_tokens, layout.geometry.tables[4]) == (128, 16)
+    tables = [{256: 1}] * 3 + [range(16), [NO_BLOCK] * 8 + [*range(8)]]
+    layout.continuation.check_gaps(tables)
+    assert layout.continuation.usable_end(tables, 256, 0) == 0, "the window begins in block 0"
+    longer = [{384: 1}] * 3 + [range(24), [NO_BLOCK] * 8 + [*range(16)]]
+    assert layout.continuation.usable_end(longer, 384, 0) == 384
+
+
+def test_groups_with_blocks_of_unlike_numbers_of_kernel_blocks_are_refused(describe):
+    wide = KVCacheGroupSpec([NAMES[3]], replace(FULL, block_size=256))
+    with pytest.raises(LayoutError, match=r"different block sizes, \[64\] tokens in \[8, 16\]"):
+        describe([wide, WITH_WINDOW[-1]], kernel_tokens=64)
 
 
 def refused(groups, **changes):
