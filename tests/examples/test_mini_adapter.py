@@ -25,6 +25,7 @@ from tests.support.mini_engine_kit import (
     SHAPES,
     Gate,
     ask,
+    assert_right_all_the_same,
     assert_same,
     decode,
     expect,
@@ -244,18 +245,8 @@ def test_answers_are_right_whatever_the_store_does(open_instance, held, checkpoi
         store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
     prompts = [prompt_of(n, seed) for n in (3, 64, 100, 190)]
     expected = [expect(checkpoints["llama"], prompt) for prompt in prompts]
-    asked = []
-    for _ in range(30):
-        i = choose.randrange(len(prompts))
-        params = hand_over(p, prompts[i]) if choose.random() < 0.8 else None
-        asked.append((i, ask(d, prompts[i], kv_transfer_params=params)))
-        if choose.random() < 0.2:
-            d.abort(asked[-1][1].request)
-    for i, one in asked:
-        if one.wait().finish != Finish("abort"):
-            assert_same(one, *expected[i])
-    assert {one.finish.reason for _, one in asked} <= {"length", "abort"}
-    assert any(one.request.num_loaded for _, one in asked)
+    asked = assert_right_all_the_same(p, d, prompts, expected, choose)
+    assert {one.finish.reason for one in asked} <= {"length", "abort"}
 
 
 @pytest.mark.requirement(

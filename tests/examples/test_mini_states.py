@@ -19,6 +19,7 @@ from tests.support.engine_pools import store_url as store_url
 from tests.support.mini_engine_kit import (
     PULL,
     ask,
+    assert_right_all_the_same,
     assert_same,
     decode,
     hand_over,
@@ -185,18 +186,9 @@ def test_answers_are_right_whatever_the_store_does(open_one, alone, monkeypatch,
     monkeypatch.setattr(pool, "connect_store", connect_faulty)
     p, d = open_one("prefill", wait_s=0.2), open_one("decode", wait_s=0.2, num_blocks=48)
     prompts = [prompt_of(n, seed) for n in (3, 65, 100, 190)]
-    expected = [ask(alone, prompt).wait() for prompt in prompts]
-    asked = []
-    for _ in range(30):
-        i = choose.randrange(len(prompts))
-        params = hand_over(p, prompts[i]) if choose.random() < 0.8 else None
-        asked.append((i, ask(d, prompts[i], kv_transfer_params=params)))
-        if choose.random() < 0.2:
-            d.abort(asked[-1][1].request)
-    for i, one in asked:
-        if one.wait().finish != Finish("abort"):
-            assert_same(one, expected[i].ids, expected[i].logprobs)
-    assert any(one.request.num_loaded for _, one in asked)
+    answers = [ask(alone, prompt).wait() for prompt in prompts]
+    expected = [(answer.ids, answer.logprobs) for answer in answers]
+    assert_right_all_the_same(p, d, prompts, expected, choose)
 
 
 def test_a_kept_state_stays_as_it_is_while_its_request_goes_on():

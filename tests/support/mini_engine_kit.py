@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import random
 import threading
 from dataclasses import dataclass, field
 
@@ -178,3 +179,22 @@ class Gate:
 
     def open(self, num_steps=10_000):
         self._steps.release(num_steps)
+
+
+def assert_right_all_the_same(p, d, prompts, expected, choose: random.Random):
+    """Asks for prompts over a pool that fails; some are not handed over, some are aborted.
+
+    expected: for each prompt the ids and logprobs. Returns what was asked, after it has ended.
+    """
+    asked = []
+    for _ in range(30):
+        i = choose.randrange(len(prompts))
+        params = hand_over(p, prompts[i]) if choose.random() < 0.8 else None
+        asked.append((i, ask(d, prompts[i], kv_transfer_params=params)))
+        if choose.random() < 0.2:
+            d.abort(asked[-1][1].request)
+    for i, one in asked:
+        if one.wait().finish != Finish("abort"):
+            assert_same(one, *expected[i])
+    assert any(one.request.num_loaded for _, one in asked)
+    return [one for _, one in asked]
