@@ -76,7 +76,7 @@ class LayerSpec:
 
     @property
     def needs(self) -> int | None:
-        """How many of the last tokens an engine needs of it to go on; None for all."""
+        """The number of last tokens that an engine needs of it to go on; None for all."""
         return 1 if self.is_state else self.window
 
 

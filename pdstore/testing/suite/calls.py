@@ -106,7 +106,7 @@ class CallTests:
     def test_a_large_state_lies_beside_the_small_values_of_its_block(
         self, store: Store, peer: Store
     ) -> None:
-        """As of a hybrid model: each block has its tokens, and few have a state, in another group.
+        """Hybrid models are stored so: each block has tokens, few have a state (another group).
 
         Checks as well that each of the two can be removed alone.
         """
