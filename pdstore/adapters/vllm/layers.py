@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a prompt, as vLLM describes it; what cannot be is refused."""
+"""Layers: turns what vLLM says of each into what pdstore stores of it, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -151,36 +151,34 @@ def page_of(vllm_config: Any, layer: str) -> str:
 
 def refuse_states(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ConfigError if a model has layers with states that cannot be handed over."""
+    described = specs_of_model(kv_cache_config)
     states = [
-        (name, number, spec)
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-        for name, spec in specs_of(group).items()
+        (f"{f'layer {name}' if name else 'a layer'} of KV group {number}", spec)
+        for number, name, spec in described
         if is_state(spec)
     ]
     if not states:
         return
-    name, number, first = states[0]
-    where = f"layer {name} of KV group {number} keeps a state for a whole prefix"
+    first_layer, first = states[0]
+    where = f"{first_layer} keeps a state for a whole prefix"
     speculates = getattr(vllm_config, "speculative_config", None) is not None
-    if speculates or any(spec.num_speculative_blocks for _, _, spec in states):
+    if speculates or any(spec.num_speculative_blocks for _, spec in states):
         raise ConfigError(
             f"{where}, and vLLM moves such states while it speculates: turn off speculative"
             f" decoding (--speculative-config) on P and D; {SEE}"
         )
-    every = specs_of_model(kv_cache_config).values()
-    if all(is_state(spec) for specs in every for spec in specs):
+    if len(states) == len(described):
         raise ConfigError(
-            f"{where}, as all of its layers do, and pdstore needs a layer with KV of each token"
-            f" beside them; {SEE}"
+            f"{where}, as all of the model's layers do, and pdstore needs a layer with KV of each"
+            f" token beside them; {SEE}"
         )
-    for name, number, spec in states:
+    for layer, spec in states:
         kept = (spec.block_size, spec.mamba_cache_mode)
         if kept != (first.block_size, first.mamba_cache_mode) or kept[1] not in ("align", "none"):
             raise ConfigError(
-                f"layer {name} of KV group {number} keeps states in blocks of {kept[0]} tokens in"
-                f" mode {kept[1]}, and layer {states[0][0]} in blocks of {first.block_size} in mode"
-                f" {first.mamba_cache_mode}: pdstore supports one size, in the modes align and"
-                f" none; {SEE}"
+                f"{layer} keeps states in blocks of {kept[0]} tokens in mode {kept[1]}, and"
+                f" {first_layer} in blocks of {first.block_size} in mode {first.mamba_cache_mode}:"
+                f" pdstore supports one size, in the modes align and none; {SEE}"
             )
 
 

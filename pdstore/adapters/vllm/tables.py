@@ -36,19 +36,19 @@ def specs_of(group: Any) -> dict[str, KVCacheSpec]:
     return {name: by_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
-def specs_of_model(kv_cache_config: Any) -> dict[int, list[KVCacheSpec]]:
-    """Returns what vLLM says of the layers of each KV group, on all stages of a pipeline.
+def specs_of_model(kv_cache_config: Any) -> list[tuple[int, str | None, KVCacheSpec]]:
+    """Returns what vLLM says of a model's layers: for each its KV group, its name and its spec.
 
-    A group that has no layer on this rank's stage is still described: if its layers differ, by the
-    specs of those on other stages.
+    Of a group that has no layer on this rank's stage of a pipeline, vLLM says all the same what its
+    layers are; their names are None here.
     """
-
-    def elsewhere(group: Any) -> list[KVCacheSpec]:
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        return [*by_layer.values()] or [group.kv_cache_spec]
-
-    groups = enumerate(kv_cache_config.kv_cache_groups)
-    return {n: [*specs_of(group).values()] or elsewhere(group) for n, group in groups}
+    described: list[tuple[int, str | None, KVCacheSpec]] = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        elsewhere = getattr(group.kv_cache_spec, "kv_cache_specs", {}).values()
+        described += [(number, name, spec) for name, spec in specs_of(group).items()] or [
+            (number, None, spec) for spec in [*elsewhere] or [group.kv_cache_spec]
+        ]
+    return described
 
 
 def is_state(spec: Any) -> bool:
@@ -81,8 +81,8 @@ class StateTables:
     @classmethod
     def of(cls, kv_cache_config: Any) -> StateTables:
         """Returns those of a model: they are the same on each stage of a pipeline."""
-        described = specs_of_model(kv_cache_config).items()
-        specs = {n: spec for n, specs in described for spec in specs if is_state(spec)}
+        described = specs_of_model(kv_cache_config)
+        specs = {number: spec for number, _, spec in described if is_state(spec)}
         if not specs:
             return cls()
         spec = next(iter(specs.values()))

@@ -182,8 +182,16 @@ def test_a_stage_without_a_layer_of_a_group_of_unlike_states_has_its_table():
     found = StateTables.of(SimpleNamespace(kv_cache_groups=groups))
     assert found == StateTables(frozenset({0}), 128, keeps_ends=True)
     refused(groups)
-    with pytest.raises(ConfigError, match="as all of its layers do"):
+    with pytest.raises(ConfigError, match="as all of the model's layers do"):
         refused([GROUPS[0], *groups[:1]])
+
+
+def test_each_stage_refuses_speculation_with_states():
+    """Else only the stages with states would end, and the others would wait for them."""
+    stage = [*WITHOUT_LAYERS[:3], GROUPS[3]]
+    refused(stage)
+    with pytest.raises(ConfigError, match=r"a layer of KV group 0 keeps a state .* speculates"):
+        refused(stage, speculative_config=object())
 
 
 def test_a_stage_of_states_alone_is_refused_by_name(describe):
