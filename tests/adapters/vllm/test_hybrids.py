@@ -62,11 +62,20 @@ def qwen3_next(launcher, checkpoints, tmp_path_factory):
         yield trio
 
 
-@pytest.fixture(scope="module")
-def granite(launcher, checkpoints, tmp_path_factory):
+def store_of(scheme, directory, redis):
+    """The URL of a pool of each kind, in a directory or in a redis that runs."""
+    return {
+        "file": f"file://{directory / 'pool'}",
+        "shm": f"shm://pool?size=64MiB&dir={directory}",
+        "redis": redis.url,
+    }[scheme]
+
+
+@pytest.fixture(scope="module", params=["file", "shm", "redis"])
+def granite(request, launcher, checkpoints, started_pair, tmp_path_factory):
     """Without prefix caching: vLLM's CPU backend ends with it, in models with Mamba2."""
     directory = tmp_path_factory.mktemp("granite")
-    store = f"shm://granite?size=64MiB&dir={directory}"
+    store = store_of(request.param, directory, started_pair.redis)
     with serving(launcher, checkpoints("granite"), directory, store) as trio:
         yield trio
 
@@ -186,11 +195,7 @@ def test_p_s_token_is_the_first_and_d_computes_it_alone(qwen3_next, launcher):
 def test_each_family_is_handed_over_by_each_store_in_each_mode(
     launcher, checkpoints, started_pair, tmp_path, kind, options, scheme
 ):
-    store = {
-        "file": f"file://{tmp_path / 'pool'}",
-        "shm": f"shm://pool?size=64MiB&dir={tmp_path}",
-        "redis": started_pair.redis.url,
-    }[scheme]
+    store = store_of(scheme, tmp_path, started_pair.redis)
     with serving(launcher, checkpoints(kind), tmp_path, store, *options) as trio:
         for num_tokens in (2, 40, 63, 64, 65, 66, 128, 129, 130, 255, 256, 257, 258, 513, 900):
             assert_relayed(trio, num_tokens)
