@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handoff.exact import LOG, WAYS, chunks_in, without_states
+from benchmarks.handoff.exact import LOG, WAYS, chunks_in, with_used_blocks, without_states
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
@@ -156,7 +156,9 @@ class VllmSetup(Setup):
         return self._start_vllm(name, arguments, int(end == "d"), peer.environment)
 
     def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
-        return self._start_vllm(name, self._arguments_of_pdstore(settings, block), gpu)
+        is_compared = self._given.exact and settings.get("role") == "decode"
+        make = with_used_blocks if is_compared else VllmInstance
+        return self._start_vllm(name, self._arguments_of_pdstore(settings, block), gpu, make=make)
 
     def _arguments_of_pdstore(self, settings: dict[str, Any], block: int) -> dict[str, Any]:
         """settings: of pdstore; without any there is no pool."""

@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.handoff.instance import Ask, Instance, Prompt
 from benchmarks.handoff.vllm import VllmInstance
 from pdstore.router.bodies import REMOTE_DECODE
@@ -35,6 +37,26 @@ _NUM_DECODED = 16
 def chunks_in(scratch: Path) -> Path:
     """The log of the chunks that all instances computed."""
     return scratch / "chunks"
+
+
+def with_used_blocks(arguments: dict[str, Any]) -> VllmInstance:
+    """Makes an instance whose free blocks are full of NaN, as an earlier request may leave them."""
+    from pdstore.adapters.vllm.connector import PDStoreConnector
+
+    caches: list[torch.Tensor] = []
+    register = PDStoreConnector.register_kv_caches
+
+    def keep(connector: PDStoreConnector, kv_caches: dict[str, torch.Tensor]) -> None:
+        caches.extend(kv_caches.values())
+        register(connector, kv_caches)
+
+    PDStoreConnector.register_kv_caches = keep  # type: ignore[method-assign, assignment]
+    instance = VllmInstance(arguments)
+    for cache in caches:
+        rows_of_a_block = len(cache) // instance.about()["blocks"]
+        as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
+        cache[rows_of_a_block:].view(as_integers).fill_(-1)  # vLLM reads block 0 as zeros
+    return instance
 
 
 def without_states(arguments: dict[str, Any]) -> VllmInstance:
