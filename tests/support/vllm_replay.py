@@ -53,7 +53,8 @@ class ReplayScheduler(Scheduler):
             for name, count in output.num_scheduled_tokens.items():
                 request = self.requests[name]
                 stop = request.num_computed_tokens
-                if not _ends_in(request):
+                is_known = stop <= request.num_tokens  # else the last token is on its way
+                if is_known and not _ends_in(request):
                     line = [_digest(request.all_token_ids[:stop]), stop - count]
                     print(json.dumps(line), file=log)
         return output
@@ -78,6 +79,7 @@ def ends_of(log: Path, tokens: Sequence[int]) -> list[int]:
     while stop:
         ends.append(stop)
         stop = starts[_digest(tokens[:stop])]
+        assert stop < ends[-1], f"a chunk that ends at {ends[-1]} and begins at {stop}"
     return ends[::-1]
 
 
