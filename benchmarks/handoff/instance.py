@@ -28,6 +28,7 @@ class Ask(NamedTuple):
     """A request for a prompt that was staged before, so that nothing makes or carries it now.
 
     is_compared: its facts have the prompt's ids too, and the logprobs of the answer's.
+    skips_cache: all of it is computed, also what the engine has in its own cache.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Ask(NamedTuple):
     max_tokens: int
     params: dict[str, Any] | None = None
     is_compared: bool = False
+    skips_cache: bool = False
 
 
 class Served(Protocol):

@@ -58,6 +58,7 @@ class VllmInstance:
             ignore_eos=True,
             detokenize=False,
             logprobs=1 if ask.is_compared else None,
+            skip_reading_prefix_cache=ask.skips_cache,
             extra_args={"kv_transfer_params": ask.params} if ask.params else None,
         )
         prompt = {"prompt_token_ids": self._prompts.pop(ask.prompt)}
