@@ -289,10 +289,12 @@ class PDStoreConnectorScheduler:
 
         Its running loads and saves go on, and are reported to vLLM as usual.
         """
-        if (known := self._requests.pop(error.request_id, None)) is None:
+        if error.request_id in self._bypassing:
             return
         log.exception("request %s bypasses the pool", error.request_id, exc_info=error)
         self.metrics.miss(Reason.FAULT)
+        if (known := self._requests.pop(error.request_id, None)) is None:
+            return  # the call was made for its end, so there is nothing left to end
         self._unsettled.discard(error.request_id)
         self._bypassing.add(error.request_id)
         _, state = known

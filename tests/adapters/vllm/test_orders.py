@@ -8,7 +8,8 @@ import pytest
 
 from pdstore.adapters.vllm.messages import StepReport
 from pdstore.engine.job_end import JobEnd
-from pdstore.errors import Direction
+from pdstore.engine.request import EngineRequest
+from pdstore.errors import Direction, IllegalCall
 from pdstore.format.handoff import Handoff, HandoffId
 from tests.adapters.vllm.standins import vllm_request
 from tests.adapters.vllm.test_walk import IDS, PROMPT, Engine
@@ -108,3 +109,23 @@ def test_a_request_may_end_before_vllm_asks_about_it(engine_of, caplog):
     assert side.request_finished(request, ()) == (False, None)
     assert [each.hex for each in step(side).aborted_handoffs] == [handoff.hex]
     assert caplog.text.count("bypasses") == 0
+
+
+def test_a_call_that_is_refused_at_the_end_of_a_request_is_told_once(
+    engine_of, caplog, monkeypatch
+):
+    def refuse(state):
+        raise IllegalCall("end_prompt is not legal", state.id)
+
+    side = engine_of("prefill").scheduler
+    request = arrive(side)
+    found(side, request)
+    request.num_output_tokens = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineRequest, "end_prompt", refuse)
+        assert side.request_finished(request, IDS) == (False, None)
+    assert bypasses(caplog) == ["request r bypasses the pool"]
+    assert side.metrics.pop().data["misses|fault"] == 1
+    again = arrive(side)
+    found(side, again)
+    assert [save.request_id for save in step(side, again).saves] == ["r"], "it is a new request"
