@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from itertools import accumulate
 
 from pdstore.errors import Reason, StoreError, StoreTimeout
 from pdstore.format.handoff import HandoffId, Pulse
@@ -43,20 +45,28 @@ class _Lane:
         self._keys = values.keys
         self._numbers = values.numbers
         self._at = 0
-        share_bytes = self._split.at_once * self._split.range_bytes
-        self._stride = share_bytes // max(values.sizes, default=1)
+        self._byte_ends = list(accumulate(values.sizes))
+        self._share_bytes = self._split.at_once * self._split.range_bytes
         self._probes_ahead = True
         work.release([], layer_range)  # else tokens that some layer ranges still lack would count
 
     @property
     def probe_key(self) -> BlockKey | None:
         """The key to search for, of those that no match has found yet; None if there are none."""
-        left = len(self._keys) - self._at
-        if not left:
+        if self._at == len(self._keys):
             return None
         is_last = self._after is None or self._after._released >= self._released
-        is_near = not self._probes_ahead or (is_last and left <= 2 * self._stride)
-        return self._keys[self._at + (0 if is_near else min(self._stride, left - 1))]
+        last = len(self._keys) - 1
+        is_near = not self._probes_ahead or (is_last and self._index_after(2) >= last)
+        return self._keys[self._at if is_near else min(self._index_after(1), last)]
+
+    def _index_after(self, num_shares: int) -> int:
+        """Returns the index of the first key beyond so many shares from the first missing one on.
+
+        A large state among the values shortens only the share that it is in.
+        """
+        found_bytes = self._byte_ends[self._at - 1] if self._at else 0
+        return bisect_right(self._byte_ends, found_bytes + num_shares * self._share_bytes)
 
     def probe_next_key(self) -> bool:
         """Waits for the first missing key from now on: P stores slowly, or has left a gap.

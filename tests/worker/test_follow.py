@@ -157,6 +157,31 @@ def test_blocks_are_loaded_in_shares_and_one_by_one_at_the_end(p, d):
     assert waiter.is_over
 
 
+def test_a_large_state_makes_no_small_shares_of_the_tokens_before_it(instance):
+    """The state at a hand-off's end is larger than a share; each load costs the engine time."""
+    layers = (LayerSpec(2, 8), LayerSpec.state(20 * BLOCK_BYTES, "ssm", table=1))
+    d = instance(layers=layers, boundary_tokens=64, num_blocks=(64, 24))
+    keys, clock = d.cache.keys(range(24 * 64)), Clock()
+    prompt = PromptBlocks(d.layout, keys, [range(96), {24 * 64: 1}])
+    sizes = prompt.values_from(0, 0).sizes
+    split = Split(4 * sizes[0], 1)
+    assert sizes[-1] > split.range_bytes
+    released = []
+    work = LoadWork(SimpleNamespace(transfer=SimpleNamespace(split=split)), prompt, 0, None)
+    work.release = lambda ranges, layer_range: released.extend(ranges)
+    store = open_store("memory://", settings_of())
+    job = Job(Direction.LOAD, work, timeout_s=60)
+    waiter = Follow(store, job, work, ONE, block_timeout_s=9.0, wake=lambda: None, clock=clock)
+    for key in prompt.values_from(0, 0).keys:
+        put(store, [key], [b"x" * 64])
+        if key in waiter.wanted():
+            waiter.on_search({key}, clock.now)
+    assert [(blocks.first, blocks.stop) for blocks in released[:4]] == [
+        (first, first + 5) for first in range(0, 20, 5)
+    ]
+    assert len(released) == 8, "24 blocks were released one by one, for the state behind them"
+
+
 def move(store, source, target, size):
     assert put(store, [target], get(store, [source], [size])) == 1
 
