@@ -43,8 +43,8 @@ class ModelShape:
     kv_elements: elements of K and V together, of one token in one layer; for MLA, elements of the
       latent with its rope part.
     qk_dim, v_dim: elements of a query vector and of a V vector, per head.
-    active_params: parameters that compute one token; the input embedding only looks it up. Layers
-      with states are counted as if they were attention.
+    active_params: parameters that compute one token; the input embedding only looks it up. Of
+      layers with states, their projections: what they do with the states is a percent or two more.
     state_layers: those that keep one state for all of a prefix: Mamba, gated delta nets and others.
     state_bytes: of the states of all these layers after one prefix.
     """
@@ -95,7 +95,6 @@ class ModelShape:
 
 def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
     keeps = _what_layers_keep(config)
-    num_mixers = len(keeps) - keeps.count("")
     num_mlps = keeps.count("") or len(keeps)  # each layer has one, unless MLPs are layers
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -124,7 +123,10 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         qk_dim=qk_dim,
         v_dim=v_dim,
         active_params=(
-            num_mixers * attention + _mlp_params(config, num_mlps) + hidden * config["vocab_size"]
+            keeps.count("tokens") * attention
+            + keeps.count("state") * _state_params(config)
+            + _mlp_params(config, num_mlps)
+            + hidden * config["vocab_size"]
         ),
         dtype=dtype,
         kv_heads=kv_heads,
@@ -176,16 +178,43 @@ def _state_bytes(config: Mapping[str, Any], dtype: str) -> int:
     return int(in_conv + recurrent * _BYTES.get(state_dtype, 2))
 
 
+def _state_params(config: Mapping[str, Any]) -> int:
+    """Returns the number of parameters of the projections of one layer with a state."""
+    hidden = config["hidden_size"]
+    if "linear_num_value_heads" in config:  # in: Q, K, V, the gate, two numbers a head; out: V
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        heads = config["linear_num_value_heads"]
+        values = heads * config["linear_value_head_dim"]
+        return int(hidden * (2 * keys + 3 * values + 2 * heads))
+    if linear := config.get("linear_attn_config"):  # KDA: in and out, and two gates of low rank
+        heads, head_dim = linear["num_heads"], linear["head_dim"]
+        width = heads * head_dim
+        return int(hidden * (4 * width + heads) + 2 * head_dim * (hidden + width))
+    if "conv_L_cache" in config:  # LFM2: in, with two gates, and out
+        return int(hidden * 4 * hidden)
+    heads, width, channels = _mamba2_widths(config)  # in: the gate, the convolution's, one a head
+    return int(hidden * (2 * width + channels + heads))
+
+
 def _mamba2_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Returns the kernel and the channels of a Mamba2 layer's convolution, and its elements."""
 
-    def first(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 0)
+    _, width, channels = _mamba2_widths(config)
+    size = _first(config, "ssm_state_size", "mamba_d_state")
+    return _first(config, "conv_kernel", "mamba_d_conv"), channels, width * size
 
-    width = first("mamba_num_heads", "mamba_n_heads") * first("mamba_head_dim", "mamba_d_head")
-    size = first("ssm_state_size", "mamba_d_state")
-    channels = width + 2 * first("n_groups", "mamba_n_groups") * size
-    return first("conv_kernel", "mamba_d_conv"), channels, width * size
+
+def _mamba2_widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Returns a Mamba2 layer's heads, its width, and the channels of its convolution."""
+    heads = _first(config, "mamba_num_heads", "mamba_n_heads")
+    width = heads * _first(config, "mamba_head_dim", "mamba_d_head")
+    size = _first(config, "ssm_state_size", "mamba_d_state")
+    return heads, width, width + 2 * _first(config, "n_groups", "mamba_n_groups") * size
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Returns the first of these numbers that a config has; 0 if it has none."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:

@@ -81,6 +81,44 @@ def test_states_count_once_a_prompt(name, tmp_path, capsys):
     assert f"{said}, as much as {num_tokens:,} tokens of KV" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "kept", "of_state", "of_attention"),
+    [  # the projections of one layer, as the tensors of its checkpoint are shaped
+        ("Qwen3-Next-80B", "layer_types", 2048 * (12288 + 64 + 4096), 2048 * (4096 * 2 + 512 * 2)),
+        ("Nemotron-H-8B", "hybrid_override_pattern", 4096 * (18560 + 8192), 4096 * 10240),
+        ("LFM2-1.2B", "layer_types", 2048 * (6144 + 2048), 2048 * 5120),
+        ("Granite-4-H-Tiny", "layer_types", 1536 * (6448 + 3072), 1536 * 4096),
+        (
+            "Kimi-Linear-48B",
+            "linear_attn_config",
+            2304 * (4 * 4096 + 32 + 2 * 128) + 4096 * 2 * 128,
+            2304 * (6144 + 576 + 4096) + 512 * 8192,
+        ),
+    ],
+)
+def test_layers_with_states_compute_their_own_projections(
+    name, kept, of_state, of_attention, tmp_path
+):
+    """The same model with attention in all of these layers has other parameters only there."""
+    config = HYBRIDS[name]
+    instead = {
+        "layer_types": ["full_attention"] * config["num_hidden_layers"],
+        "hybrid_override_pattern": config.get("hybrid_override_pattern", "").replace("M", "*"),
+        "linear_attn_config": None,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    shape = ModelShape.of_config(str(path))
+    path.write_text(json.dumps(config | {kept: instead[kept]}))
+    of_all = ModelShape.of_config(str(path))
+    more = shape.state_layers * (of_state - of_attention)
+    assert shape.active_params - of_all.active_params == more
+    squares = shape.prefill_flops(2) - 2 * 2 * shape.active_params
+    assert squares / shape.layers == (of_all.prefill_flops(2) - 4 * of_all.active_params) / (
+        of_all.layers
+    ), "they have no attention over the prompt"
+
+
 def test_the_page_tells_the_states_of_models_that_people_serve():
     page = (ROOT / "docs" / "sizing.md").read_text()
     told = [line for line in page.splitlines() if line.startswith("|") and " MiB | " in line]
