@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from pdstore.store.base import Slots
 from pdstore.store.guard import GuardedStore
 from pdstore.store.mooncake.client import PROBE_TIMEOUT_S
 from pdstore.testing import fresh_keys
-from pdstore.testing.values import content, get, put, start_background
+from pdstore.testing.values import content, get, put, put_new, start_background
 from tests.support.kv import POISON, Instance, eventually
 from tests.support.mooncake_cluster import (
     CLIENT_TTL_S,
@@ -304,6 +305,16 @@ def _fill(store) -> None:
         with contextlib.suppress(StoreError):
             while put(store, fresh_keys(1), [bytes(size)]):
                 pass
+
+
+def test_a_master_that_pauses_for_a_moment_is_no_outage(cluster):
+    with cluster.open() as store:
+        wait_until_it_serves(store)
+        with ThreadPoolExecutor(1) as threads:
+            with stopped(cluster.master):
+                stored = threads.submit(put_new, store, 3, 64)
+                time.sleep(1.5)  # so long can a busy host keep a process waiting
+            stored.result(10)
 
 
 def test_the_library_waits_no_longer_than_it_was_told(cluster):
