@@ -223,10 +223,18 @@ def huge_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
+def num_huge_pages_refused():
+    """How many huge pages of files the kernel has not given, as no memory was whole enough."""
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counts["thp_file_fallback"])
+
+
 def test_huge_pages_are_used_where_the_file_system_gives_them(library, huge_disk):
+    before = num_huge_pages_refused()
     with contextlib.closing(ArenaStore(library, "pool", directory=huge_disk, size=64 * MIB)) as one:
         put(one, fresh_keys(8), [bytes(4 * MIB)] * 8)
         maps = Path("/proc/self/smaps").read_text().split("VmFlags")
         ours = [text for text in maps if f" {huge_disk}/" in text]
         sizes = [int(kb) for text in ours for kb in re.findall(r"ShmemPmdMapped: +(\d+)", text)]
-        assert sum(sizes) * 1024 >= 16 * MIB
+        refused = num_huge_pages_refused() - before
+        assert sum(sizes) * 1024 >= 16 * MIB - refused * 2 * MIB
