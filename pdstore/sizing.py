@@ -113,6 +113,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         qk_dim = v_dim = head_dim
         kv_elements = 2 * kv_heads * head_dim
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    mixers = keeps.count("tokens") * attention + keeps.count("state") * _state_params(config)
     named = config.get("dtype") or config.get("torch_dtype") or document.get("torch_dtype")
     dtype = str(named or "bfloat16").removeprefix("torch.")
     return ModelShape(
@@ -122,12 +123,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         kv_elements=kv_elements,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        active_params=(
-            keeps.count("tokens") * attention
-            + keeps.count("state") * _state_params(config)
-            + _mlp_params(config, num_mlps)
-            + hidden * config["vocab_size"]
-        ),
+        active_params=(mixers + _mlp_params(config, num_mlps) + hidden * config["vocab_size"]),
         dtype=dtype,
         kv_heads=kv_heads,
         is_mla=bool(rank),
