@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import httpx
 
-from pdstore.router.answers import WholeAnswer, ask
+from pdstore.router.answers import PROBE_BYTES, WholeAnswer, ask
 from pdstore.router.bodies import (
     Json,
     Refusal,
@@ -178,6 +178,27 @@ class Calls:
             raise Refusal.saying(502, f"D broke off: {upstream.url}") from error
         upstream.came_back()
         return answer
+
+    async def answer_of_decode(self, question: Asked) -> WholeAnswer | None:
+        """Asks one D a short question of the router's own, within the time for a prefill.
+
+        Returns its whole answer, of any status; None if no D could be reached or one gave none.
+        """
+        content = _content(decode_body(question.body, None, question.prompt_ids))
+        for upstream in self.decodes.in_turn():
+            request = self._request(upstream, question, content)
+            try:
+                answer = await ask(self.client, request, self.prefill_s, PROBE_BYTES)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                self._failed(upstream, question, error)
+                continue
+            except httpx.TransportError as error:
+                self._failed(upstream, question, error)
+                break
+            if _is_at_fault(answer.status):
+                self.note_answer(question, upstream.role, upstream.url, answer)
+            return answer
+        return None
 
     def _request(self, upstream: Upstream, asked: Asked, content: bytes) -> httpx.Request:
         headers = {**_JSON, **asked.headers}

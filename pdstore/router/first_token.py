@@ -8,7 +8,8 @@ from typing import Any, ClassVar, TypeAlias
 
 from typing_extensions import Self
 
-from pdstore.router.bodies import Json, Refusal
+from pdstore.router.answers import WholeAnswer
+from pdstore.router.bodies import Json, Refusal, parse
 from pdstore.router.intake import Asked
 
 Part: TypeAlias = dict[str, Any]
@@ -223,7 +224,8 @@ _TEMPLATED = {
 }
 """Fields of a chat that only change its prompt, or each token by itself."""
 _OF_A_MESSAGE = ("role", "content")
-_NOT_OF_A_PROBE = ("stream_options", "min_tokens")
+_IDS_OF_A_QUESTION = [1, 0, 1, 0]
+"""Ids that every vocabulary has. No chat template makes just these of a message."""
 
 
 @dataclass(frozen=True)
@@ -256,18 +258,31 @@ class FirstChatToken(FirstToken):
                 return cls(body, given, prompt).if_told(text)
         return None
 
+    @staticmethod
+    def question(asked: Asked) -> Asked:
+        """Returns a short chat, whose answer tells whether D takes ids instead of messages."""
+        body: Json = {
+            **{name: asked.body[name] for name in ("model",) if name in asked.body},
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
+        return replace(asked, body=body, prompt_ids=_IDS_OF_A_QUESTION)
+
+    @staticmethod
+    def are_ids_taken(answer: WholeAnswer | None) -> bool | None:
+        """Returns what D's answer to the question tells; None if it is none or tells nothing."""
+        if answer is None or not answer.is_success:
+            return None
+        try:
+            return parse(answer.content).get("prompt_token_ids") == _IDS_OF_A_QUESTION
+        except ValueError:
+            return None
+
     def rest_of(self, asked: Asked) -> Asked:
         """Returns the request for the rest of the answer, in ids; D's answer says which it took."""
         body = self._body_of_rest() | {"return_token_ids": True}
         return replace(asked, body=body, prompt_ids=self._prompt_of_rest)
-
-    def probe(self, asked: Asked) -> Asked:
-        """Returns a short request, whose answer tells whether D takes ids."""
-        rest = self.rest_of(asked)
-        body = rest.body | {"stream": False, "max_tokens": 1}
-        return replace(
-            rest, body={name: body[name] for name in body if name not in _NOT_OF_A_PROBE}
-        )
 
     def is_taken(self, answer: Part) -> bool:
         """True if this is D's answer to the ids, and not to the messages."""

@@ -29,45 +29,45 @@ class SplicedExchange(Exchange):
 
     D gets the prompt and that token. P's hand-off covers the prompt, so D computes the token
     alone. A request that cannot be spliced (`can_continue`), or that P did not prefill, is answered
-    as by Exchange; so is a chat if D takes no token ids.
+    as by Exchange; so is a chat unless D has said that it takes token ids.
     """
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
         asked = self._asked
         kind = _KINDS.get(asked.path)
-        is_refused = kind is FirstChatToken and self._calls.takes_ids is False
-        if kind is None or is_refused or not kind.can_continue(asked.body):
+        if kind is None or not kind.can_continue(asked.body):
+            return await super()._answer(group)
+        if kind is FirstChatToken and not await self._takes_ids():
             return await super()._answer(group)
         answer = await self._prefill_answer(
             Asked(asked.path, first_body(asked.body), asked.headers), REMOTE_DECODE_OF_ALL
         )
         params = params_of(answer)
         first = kind.found_in(asked.body, answer)
-        if first is None or not await self._is_taken(first, params):
+        if first is None:
             return await self._decode(asked, params)
         self._calls.counts.spliced.inc()
         if asked.body.get("stream"):
             return OpenAnswer(200, _EVENT_STREAM, self._stream(first, params))
         return await self._whole(first, params)
 
-    async def _is_taken(self, first: FirstToken, params: Json | None) -> bool:
-        """True if D can continue after this token. For the first chat D is asked, once for all."""
-        if first.is_last or not isinstance(first, FirstChatToken):
-            return True
-        if self._calls.takes_ids is None:
-            try:
-                with anyio.fail_after(self._calls.prefill_s):  # D may have to compute the prompt
-                    answer = await self._decode(first.probe(self._asked), params)
-                    body = await self._all_of(answer)
-            except TimeoutError:
-                self._calls.counts.failures.labels("decode", "timeout").inc()
-                words = "%s: D did not say in time whether it takes token ids in chats"
-                self._calls.log_unless_recent("takes ids", words, self._asked.request_id)
-                return False
-            if answer.status != 200:
-                return False
-            self._calls.takes_ids = first.is_taken(parse(body))
-        return self._calls.takes_ids
+    async def _takes_ids(self) -> bool:
+        """Returns whether D takes a chat's prompt as token ids: it is asked once for all.
+
+        It is asked before P, whose hand-off depends on the answer, and without a hand-off, which it
+        could refuse. If D does not say, the next chat asks again.
+        """
+        calls = self._calls
+        if calls.takes_ids is None:
+            answer = await calls.answer_of_decode(FirstChatToken.question(self._asked))
+            calls.takes_ids = FirstChatToken.are_ids_taken(answer)
+        if calls.takes_ids is None:
+            words = (
+                "%s: D did not say whether it takes token ids in chats%s. It gives the first token"
+            )
+            status = f": HTTP {answer.status}" if answer is not None else ""
+            calls.log_unless_recent("takes ids", words, self._asked.request_id, status)
+        return calls.takes_ids is True
 
     async def _whole(self, first: FirstToken, params: Json | None) -> OpenAnswer:
         if first.is_last:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import anyio.to_thread
 import pytest
 
+from examples.mini_engine import prompt, server
 from tests.examples.test_mini_server import PROMPT, TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of
 from tests.support.router_kit import metric, routed
@@ -15,16 +17,29 @@ from tests.support.router_kit import metric, routed
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def engines(checkpoint):
-    """One that works alone, P and D, over one pool."""
-    pds = ({}, *(pd_of(role, "memory://spliced") for role in ("prefill", "decode")))
-    made = [Serving(checkpoint, pd) for pd in pds]
+@contextlib.contextmanager
+def serving(checkpoint, store, *, state=False, **changes):
+    """Yields one that works alone, P and D, over one pool."""
+    pds = ({}, *(pd_of(role, store, **changes) for role in ("prefill", "decode")))
+    made = [Serving(checkpoint, pd, state=state) for pd in pds]
     for each in made:
         each.engine.model.tokenizer.chat_template = TEMPLATE
     yield made
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint):
+    with serving(checkpoint, "memory://spliced") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def strict_hybrids(checkpoint):
+    """Engines of a model with states, of which D must not compute what it does not find."""
+    with serving(checkpoint, "memory://hybrids", state=True, on_miss="fail") as made:
+        yield made
 
 
 class Answers:
@@ -146,3 +161,16 @@ async def test_an_answer_whose_first_token_ends_it_is_that_of_one(engines, strea
     got.assert_same()
     assert got.spliced[0]["choices"][0]["finish_reason"] == "stop"
     assert generated(engines[2]) == before
+
+
+async def test_a_chat_of_a_hybrid_d_without_token_ids_is_handed_over(strict_hybrids, monkeypatch):
+    """Were P asked to keep the last token, D would find no state before it, and refuse."""
+
+    def without_ids(tokenizer, body):
+        return prompt.prompt_of(tokenizer, body.model_copy(update={"kv_transfer_params": None}))
+
+    monkeypatch.setattr(server, "prompt_of", without_ids)
+    for num_words in (3, 30, 60):
+        got = await ask(strict_hybrids, **chat_of(num_words))
+        got.assert_same()
+        assert (got.cost["computed_tokens"], got.num_spliced) == (1, 0)

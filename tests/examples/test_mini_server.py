@@ -42,7 +42,7 @@ CHAT_PROMPT = "user: A block is stored under\nassistant: "
 class Serving:
     """An engine behind real HTTP on a free port, in this process."""
 
-    def __init__(self, checkpoint, pd=None):
+    def __init__(self, checkpoint, pd=None, **options):
         settings = read_settings(**pd or {})
         self.engine = Engine(
             Config(
@@ -52,6 +52,7 @@ class Serving:
                 max_num_batched_tokens=64,
                 served_model_name="tiny",
                 port=0,
+                **options,
             )
         )
         self._server = HttpServer(self.engine)
