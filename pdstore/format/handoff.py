@@ -114,6 +114,8 @@ class Handoff:
       None if P stored all of it.
     weights_files: a digest of the files of P's weights; None unless P has PDSTORE_WEIGHTS.
     weights_update: a digest of P's weights, in hex; None unless they were written in place.
+    is_exact: True if D can go on only after all of these tokens (`Continuation.is_exact`). A router
+      with a prompt that is no longer than these tokens needs another hand-off.
     """
 
     id: HandoffId
@@ -125,6 +127,7 @@ class Handoff:
     last_save: str | None = None
     weights_files: str | None = None
     weights_update: str | None = None
+    is_exact: bool = False
 
     @classmethod
     def of(cls, params: Mapping[str, Json] | None) -> Handoff | None:
@@ -163,6 +166,7 @@ class Handoff:
                 for name, text in (fields or {}).items()
                 if text is not None
             },
+            is_exact=bool(checked("is_exact", _is_flag, "true or false")),
             **texts,
             **hexes,
         )
@@ -185,6 +189,7 @@ class Handoff:
             "last_save": self.last_save,
             "weights_files": self.weights_files,
             "weights_update": self.weights_update,
+            "is_exact": self.is_exact or None,
         }
         return {_NAME: {name: value for name, value in params.items() if value is not None}}
 
@@ -221,6 +226,10 @@ class TransferParams:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:

@@ -29,7 +29,9 @@ class SplicedExchange(Exchange):
 
     D gets the prompt and that token. P's hand-off covers the prompt, so D computes the token
     alone. A request that cannot be spliced (`can_continue`), or that P did not prefill, is answered
-    as by Exchange; so is a chat unless D has said that it takes token ids.
+    as by Exchange; so is a chat unless D has said that it takes token ids. If P's token cannot be
+    shown alone, D gets the prompt with the same hand-off, or with a second one that leaves out the
+    last token: a model with states needs it.
     """
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
@@ -44,6 +46,8 @@ class SplicedExchange(Exchange):
         )
         params = params_of(answer)
         first = kind.found_in(asked.body, answer)
+        if first is None and _is_exact(params):
+            return await super()._answer(group)  # D has no state before the prompt's last token
         if first is None:
             return await self._decode(asked, params)
         self._calls.counts.spliced.inc()
@@ -112,6 +116,12 @@ class SplicedExchange(Exchange):
             error = refusal.body
         yield _DATA + error.replace(b"\n", b" ") + b"\n\n"
         yield _DONE
+
+
+def _is_exact(params: Json | None) -> bool:
+    """Returns whether P says that D can go on only after all tokens of the hand-off."""
+    fields = (params or {}).get("pdstore")
+    return isinstance(fields, dict) and fields.get("is_exact") is True
 
 
 def _event(part: Json) -> bytes:

@@ -282,6 +282,7 @@ class PrefixCacheManager:
             last_save=last_save,
             weights_files=self._mismatches.weights_files,
             weights_update=self._mismatches.weights_update.hex() or None,
+            is_exact=self.namespace.continuation.is_exact,
         )
         return handoff.id, handoff.params() if self._settings.publish else {}
 

@@ -174,3 +174,12 @@ async def test_a_chat_of_a_hybrid_d_without_token_ids_is_handed_over(strict_hybr
         got = await ask(strict_hybrids, **chat_of(num_words))
         got.assert_same()
         assert (got.cost["computed_tokens"], got.num_spliced) == (1, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 19, 61, 64, 127, 145, 193])
+async def test_d_computes_one_token_of_a_hybrid_whatever_the_first_one_is(
+    strict_hybrids, num_tokens
+):
+    got = await ask(strict_hybrids, prompt=prompt_of(num_tokens), logprobs=3)
+    got.assert_same()
+    assert got.cost["computed_tokens"] == 1

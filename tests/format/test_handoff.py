@@ -24,6 +24,7 @@ def test_parameters_come_back_as_they_went():
         last_save="store_full",
         weights_files="sha256:0123",
         weights_update="34" * 16,
+        is_exact=True,
     )
     assert Handoff.of(handoff.params()) == handoff
 
@@ -77,6 +78,7 @@ def nested(depth):
         ({"attempt": "0" * 32, "last_save": nested(980)}, "last_save"),
         ({"attempt": "0" * 32, "weights_files": nested(980)}, "weights_files"),
         ({"attempt": "0" * 32, "last_block": "x"}, "last_block"),
+        ({"attempt": "0" * 32, "is_exact": 1}, "is_exact"),
         ({"attempt": "0" * 32, "fields": {str(i): "" for i in range(65)}}, "fields"),
     ],
 )

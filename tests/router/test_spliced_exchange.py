@@ -119,6 +119,23 @@ async def test_p_hands_its_whole_prompt_over_for_a_d_that_continues_it() -> None
     assert not TransferParams.parse(d.bodies[0]["kv_transfer_params"]).keeps_last_token
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+async def test_d_gets_a_hand_off_from_whose_end_it_can_give_the_first_token(is_exact: bool) -> None:
+    """P is asked again only if D could not use a part of the hand-off that has the last token."""
+    params = [{"pdstore": {"attempt": f"{n:032x}", "is_exact": is_exact}} for n in range(2)]
+    replies = [answer(text="\ufffd") | {"kv_transfer_params": each} for each in params]
+
+    async def prefill(body: dict[str, Any]) -> Response:
+        return JSONResponse(replies[len(p.bodies) - 1])
+
+    p, d = Fake(prefill), Fake(says({"id": "d"}))
+    async with spliced(p, d) as client:
+        assert (await client.post("/v1/completions", json=BODY)).json() == {"id": "d"}
+    keeps = [TransferParams.parse(b["kv_transfer_params"]).keeps_last_token for b in p.bodies]
+    assert keeps == ([True, False] if is_exact else [True])
+    assert d.bodies == [BODY | {"kv_transfer_params": params[is_exact]}]
+
+
 async def test_a_lost_hand_off_is_made_again_behind_the_token() -> None:
     dead = {"message": "the hand-off fell short: handoff_dead", "code": "handoff_dead"}
     replies = [

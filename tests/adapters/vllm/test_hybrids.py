@@ -164,7 +164,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_keeps_its_last_token(qwen3_next):
 def test_p_s_token_is_the_first_and_d_computes_it_alone(qwen3_next, launcher):
     """P is asked to keep its last token: D's prompt is longer by P's answer.
 
-    A token of half a character is left to D, which goes on from an earlier state.
+    A token of half a character is left to D, and P is asked again, without the last token.
     """
     trio = qwen3_next
     router = launcher.router(trio.p, trio.d, "--first-token", "prefill").wait_ready()
@@ -172,11 +172,12 @@ def test_p_s_token_is_the_first_and_d_computes_it_alone(qwen3_next, launcher):
         prompt = [token % NUM_LETTERS for token in new_prompt(num_tokens)]
         since, before = Since(trio.d), num_spliced(router)
         answer = ask(router, prompt)
+        assert since.computed <= 1, num_tokens
         if num_spliced(router) == before:
             trio.assert_exact(answer, prompt)
+            assert since.loaded == num_tokens - 1
             continue
         assert since.loaded == num_tokens
-        assert since.computed <= 1, num_tokens
         behind = trio.all.replayed(trio.d, [*prompt, answer.ids[0]], 7)
         assert (answer.ids[1:], answer.logprobs[1:]) == (behind.ids, behind.logprobs)
         first = trio.all.replayed(trio.d, prompt, 1)
