@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.adapters.vllm.asking import assert_idle
 from tests.adapters.vllm.servers import Launcher, Server
 from tests.support.instances import store as store
 from tests.support.kv import Instance, settings_of
+from tests.support.mooncake_cluster import Cluster, wait_until_it_serves
 from tests.support.otlp_receiver import OTLPReceiver, receiving
 from tests.support.redis_gate import Gate
 from tests.support.redis_server import RedisServer
@@ -132,6 +134,30 @@ def started_pair(launcher, checkpoints, tmp_path_factory) -> Iterator[Pair]:
         for server in (proxy, p, d):
             server.stop()
         redis.stop()
+
+
+@pytest.fixture
+def mooncake(tmp_path) -> Iterator[Cluster]:
+    """A real Mooncake for one test."""
+    with contextlib.closing(Cluster(tmp_path)) as cluster:
+        with cluster.open() as store:
+            wait_until_it_serves(store)
+        yield cluster
+
+
+SCHEMES = ["file", "shm", "redis", pytest.param("mooncake", marks=pytest.mark.mooncake)]
+
+
+def pool_url(request: pytest.FixtureRequest, scheme: str, directory: Path) -> str:
+    """Returns the URL of a pool of each kind, in a directory or on a server that a fixture runs."""
+    if scheme == "redis":
+        return request.getfixturevalue("started_pair").redis.url
+    if scheme == "mooncake":
+        return request.getfixturevalue("mooncake").url
+    return {
+        "file": f"file://{directory}/pool",
+        "shm": f"shm://pool?size=64MiB&dir={directory}",
+    }[scheme]
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ OPTIONS = (
     f"--scheduler-cls={_MODULE}.ReplayScheduler",
 )
 CACHED = ("--enable-prefix-caching",)
+FAMILIES = {"qwen3_next": CACHED, "lfm2": CACHED, "granite": (), "nemotron_h": ()}
+"""Each kind of model with states, with its options: vLLM caches no prefix of Mamba2 on a CPU."""
 STATELESS = "--worker-cls=tests.support.vllm_stateless.StatelessWorker"
 
 

@@ -18,7 +18,8 @@ from tests.adapters.vllm.asking import (
     num_spliced,
     prefill,
 )
-from tests.adapters.vllm.replaying import CACHED, STATELESS, Instances, instances
+from tests.adapters.vllm.conftest import SCHEMES, pool_url
+from tests.adapters.vllm.replaying import CACHED, FAMILIES, STATELESS, Instances, instances
 from tests.adapters.vllm.servers import Server
 
 NUM_LETTERS = 94  # the tokens below are ASCII: each has a text of its own
@@ -62,20 +63,11 @@ def qwen3_next(launcher, checkpoints, tmp_path_factory):
         yield trio
 
 
-def store_of(scheme, directory, redis):
-    """The URL of a pool of each kind, in a directory or in a redis that runs."""
-    return {
-        "file": f"file://{directory / 'pool'}",
-        "shm": f"shm://pool?size=64MiB&dir={directory}",
-        "redis": redis.url,
-    }[scheme]
-
-
 @pytest.fixture(scope="module", params=["file", "shm", "redis"])
-def granite(request, launcher, checkpoints, started_pair, tmp_path_factory):
+def granite(request, launcher, checkpoints, tmp_path_factory):
     """Without prefix caching: vLLM's CPU backend ends with it, in models with Mamba2."""
     directory = tmp_path_factory.mktemp("granite")
-    store = store_of(request.param, directory, started_pair.redis)
+    store = pool_url(request, request.param, directory)
     with serving(launcher, checkpoints("granite"), directory, store) as trio:
         yield trio
 
@@ -187,17 +179,13 @@ def test_p_s_token_is_the_first_and_d_computes_it_alone(qwen3_next, launcher):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["file", "shm", "redis"])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("qwen3_next", CACHED), ("lfm2", CACHED), ("granite", ()), ("nemotron_h", ())],
-    ids=["qwen3_next", "lfm2", "granite", "nemotron_h"],
-)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_each_family_is_handed_over_by_each_store_in_each_mode(
-    launcher, checkpoints, started_pair, tmp_path, kind, options, scheme
+    request, launcher, checkpoints, tmp_path, kind, scheme
 ):
-    store = store_of(scheme, tmp_path, started_pair.redis)
-    with serving(launcher, checkpoints(kind), tmp_path, store, *options) as trio:
+    store = pool_url(request, scheme, tmp_path)
+    with serving(launcher, checkpoints(kind), tmp_path, store, *FAMILIES[kind]) as trio:
         for num_tokens in (2, 40, 63, 64, 65, 66, 128, 129, 130, 255, 256, 257, 258, 513, 900):
             assert_relayed(trio, num_tokens)
         assert_concurrent(trio, launcher)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, at_once, new_prompt, prefill
-from tests.adapters.vllm.conftest import switched_on
+from tests.adapters.vllm.conftest import SCHEMES, pool_url, switched_on
 from tests.support.vllm_draft import make_draft
 
 WINDOW = 64
@@ -70,16 +70,12 @@ def test_sliding_windows_are_handed_over(gemma):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["file", "shm", "redis"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
 def test_windows_are_handed_over_by_each_store_in_each_mode(
-    instances, launcher, started_pair, tmp_path, kind, scheme
+    request, instances, launcher, tmp_path, kind, scheme
 ):
-    store = {
-        "file": f"file://{tmp_path / 'pool'}",
-        "shm": f"shm://pool?size=64MiB&dir={tmp_path}",
-        "redis": started_pair.redis.url,
-    }[scheme]
+    store = pool_url(request, scheme, tmp_path)
     p, d = instances(kind, ("prefill", "decode"), "--num-gpu-blocks-override=256", store=store)
     router = launcher.router(p, d, "--mode", "concurrent").wait_ready()
     for num_tokens in (10, WINDOW, WINDOW + 1, 300, 900):
