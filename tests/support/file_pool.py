@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import put
 
 SIZE = 64 << 10
+_BLOCK = re.compile(r"pds1:[0-9a-f]{32}:(\d+):\d+:")
 
 
 def root_of(store) -> Path:
@@ -47,3 +51,29 @@ def stored(store, keys):
 
 def num_temporaries(store) -> int:
     return len(list((root_of(store) / "tmp").iterdir()))
+
+
+class Losses:
+    """A pool that loses values by chance: of its blocks and tails, not of its markers.
+
+    by_group: how many it has lost of each KV group that it has values of.
+    """
+
+    def __init__(self, pool: Path, rate: float) -> None:
+        self._pool, self._rate = pool, rate
+        self._random = random.Random(5)
+        self._seen: set[Path] = set()
+        self.by_group: Counter[str] = Counter()
+
+    def lose(self) -> int:
+        """Loses some of the values that are new since the last call; returns how many."""
+        new = sorted(set(self._pool.rglob("pds1:*")) - self._seen)
+        self._seen.update(new)
+        before = self.by_group.total()
+        for path in new:
+            if key := _BLOCK.match(path.name):
+                is_lost = self._random.random() < self._rate
+                self.by_group[key[1]] += is_lost
+                if is_lost:
+                    path.unlink()
+        return self.by_group.total() - before

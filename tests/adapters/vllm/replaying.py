@@ -55,6 +55,12 @@ class Instances:
         params = {REPLAY: ends_of(self.chunks, prompt)}
         return alone(server, prompt, max_tokens, kv_transfer_params=params)
 
+    def assert_exact(self, answer: Answer, server: Server, prompt: Sequence[int]) -> Answer:
+        """It is to the last bit what a server answers if it computes all chunks; returns that."""
+        reference = self.replayed(server, prompt)
+        assert (answer.ids, answer.logprobs) == (reference.ids, reference.logprobs), len(prompt)
+        return reference
+
 
 @contextlib.contextmanager
 def instances(

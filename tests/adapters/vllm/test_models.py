@@ -12,9 +12,11 @@ import pytest
 
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, at_once, new_prompt, prefill
 from tests.adapters.vllm.conftest import SCHEMES, pool_url, switched_on
+from tests.support.file_pool import Losses
 from tests.support.vllm_draft import make_draft
 
 WINDOW = 64
+LOSSES, MISSES = 0.1, 0.05  # the chance of a value to be lost, and of a call to miss
 
 
 # vLLM's other backend for MLA, of CPUs with AMX, takes no float32.
@@ -88,6 +90,40 @@ def test_windows_are_handed_over_by_each_store_in_each_mode(
         assert since.computed <= 2, num_tokens
         for prompt, answer in zip((relayed, concurrent), answers, strict=True):
             answer.assert_same(alone(d, prompt))
+    router.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_windows_of_which_a_pool_has_lost_a_part_are_computed(instances, tmp_path, kind):
+    losses = Losses(tmp_path / "pool", LOSSES)
+    options = ("--num-gpu-blocks-override=256",)
+    p, d = instances(kind, ("prefill", "decode"), *options, store=f"file://{tmp_path}/pool")
+    for number in range(24):
+        prompt = new_prompt(100 + 33 * number)
+        params = prefill(p, prompt)
+        assert_idle(p)
+        lost, since = losses.lose(), Since(d)
+        answer = ask(d, prompt, kv_transfer_params=params)
+        assert lost or since.computed <= 1
+        answer.assert_same(alone(d, prompt))
+    assert all(losses.by_group.values()), losses.by_group
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_windows_that_calls_miss_are_computed_by_a_p_and_a_d_that_are_asked_at_once(
+    instances, launcher, tmp_path, kind
+):
+    store = f"faulty+file://{tmp_path}/pool?error_rate=0&corrupt_rate=0&miss_rate={MISSES}"
+    p, d = instances(kind, ("prefill", "decode"), "--num-gpu-blocks-override=256", store=store)
+    router = launcher.router(p, d, "--mode", "concurrent").wait_ready()
+    since = Since(d)
+    for number in range(24):
+        prompt = new_prompt(100 + 33 * number)
+        ask(router, prompt).assert_same(alone(d, prompt))
+    assert since.loaded > 0
+    assert since["pdstore_store_codes_total:faulty_miss"] > 0
     router.stop()
 
 
