@@ -220,7 +220,9 @@ def start(launcher, checkpoints, tmp_path):
             options = [f"--speculative-config={json.dumps(spec)}"] if draft else []
             env = switched_on(f"file://{tmp_path / 'pool'}", {"p": "prefill"}.get(name, "decode"))
             servers.append(launcher.vllm(name, checkpoints("llama"), *options, env=env))
-        return [server.wait_ready() for server in servers]
+        ready = [server.wait_ready() for server in servers]
+        at_once([partial(alone, server, new_prompt(40)) for server in ready])  # kernels compile
+        return ready
 
     yield start
     for server in servers:
