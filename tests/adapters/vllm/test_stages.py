@@ -11,9 +11,10 @@ import pytest
 from pdstore.adapters.vllm.layers import joined
 from pdstore.errors import LayoutError
 from pdstore.format.identity import LayerSpec
+from pdstore.format.layout import Layout
 from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, new_prompt, prefill
 from tests.adapters.vllm.conftest import CACHING, switched_on
-from tests.support.kv import eventually
+from tests.support.kv import eventually, settings_of
 from tests.support.redis_gate import SAVE, Gate
 
 LONG = 900  # several steps, and a tail
@@ -35,6 +36,33 @@ def test_layers_stand_as_one_rank_would_have_them():
 def test_a_stage_that_cannot_be_served_ends_the_start_of_all():
     with pytest.raises(LayoutError, match="pipeline stage 1: it has a Mamba layer"):
         joined([named(FULL, 0), "it has a Mamba layer"], 0)
+
+
+def in_two_stages(**settings):
+    """Gemma 3 12B: five windows, then full attention. vLLM deals 40 windows out to five tables."""
+    layers = {}
+    for number in range(48):
+        table = 5 if number % 6 == 5 else (number - number // 6) % 5
+        spec = LayerSpec(8, 256, window=None if table == 5 else 1024, table=table)
+        layers |= named(spec, number)
+    names = list(layers)
+    stages = [{name: layers[name] for name in each} for each in (names[:24], names[24:])]
+    every, pipeline = joined(stages, 0)
+    return Layout.of(
+        settings_of(**settings),
+        dtype="bfloat16",
+        layers=[*every.values()],
+        engine_block_tokens=64,
+        boundary_tokens=64,
+        rope="",
+        pipeline=pipeline,
+    )
+
+
+def test_stages_of_a_model_with_windows_are_told_how_many_ranges_fit():
+    with pytest.raises(LayoutError, match="set PDSTORE_LAYER_RANGES=12 on P and on D"):
+        in_two_stages()
+    assert in_two_stages(layer_ranges=12).num_stages == 2
 
 
 PATIENT = {
