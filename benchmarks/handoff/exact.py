@@ -1,9 +1,9 @@
 """Compares D with an instance that computes the same chunks, and with a D that has no states.
 
 Answers of models with states depend on where chunks end, so an instance without a pool computes
-each prompt again in the chunks that P and D computed. So does P, because two instances may differ in
-the last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. How far D's answers
-differ without the states says what that means.
+each prompt again in the chunks that P and D computed. So does P, because two instances may differ
+in the last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. How far D's
+answers differ without the states says what that means.
 """
 
 from __future__ import annotations
