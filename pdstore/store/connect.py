@@ -98,8 +98,8 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
         raise ConfigError(
             f"bad store URL {parsed.label!r}: {_hint(parsed.label, known)}it must start with one of"
             f" {shown} (redis and valkey also with +unix, +cluster or +sentinel, as"
-            " redis+cluster://), or with the scheme of a package that brings its own store and is"
-            " not installed here"
+            " redis+cluster://), or with the scheme of another package's store; no package that is"
+            " installed here has this one"
         )
     if len(entries) > 1:
         owners = " and by ".join(map(_owner, entries))

@@ -28,6 +28,8 @@ from pdstore.store.base import FRESH_S
 _MAX_SAMPLES = 2048
 _MAX_PENDING = 64  # calls of `found` that are kept until the next save: the last ones
 _LEARN_EVERY = 256  # sampled uses between two calls of `_learn`, which takes half a millisecond
+_OF_ALL = 0  # where the counts of all intervals stand
+_OF_NEW = 1  # and those of intervals that begin with a save
 _HORIZON = 64  # a sample that is so many times as old as the pool's oldest value is forgotten
 _PER_OCTAVE = 6
 _EDGES = [0.0] + [FRESH_S * 2 ** (i / _PER_OCTAVE) for i in range(22 * _PER_OCTAVE)]
@@ -57,7 +59,8 @@ class Admission:
         self._num_ends = 0.0
         self._num_uses = 0
         self._oldest_s = 0.0  # the greatest argument of recent calls of `admits`
-        self._of_all = [*self._hits[0]], [*self._ends[0]]  # copies made by the last `_learn`
+        # copies made by the last `_learn`
+        self._of_all = [*self._hits[_OF_ALL]], [*self._ends[_OF_ALL]]
         self._of_new = 0.0
 
     def found(self, names: Iterable[bytes], waited_s: float = 0.0) -> None:
@@ -110,9 +113,9 @@ class Admission:
 
     def _end(self, now: float, used_at: float, is_save: bool, hits: int = 0) -> None:
         age = _age(now - used_at)
-        for which in range(1 + is_save):
-            self._hits[which][age] += hits
-            self._ends[which][age] += 1
+        for series in (_OF_ALL, _OF_NEW) if is_save else (_OF_ALL,):
+            self._hits[series][age] += hits
+            self._ends[series][age] += 1
         self._num_ends += 1
         if self._num_ends >= _MAX_SAMPLES:  # so older intervals count less
             self._num_ends /= 2
@@ -124,10 +127,10 @@ class Admission:
         self._forget(now)
         ends = [list(counts) for counts in self._ends]
         for used_at, is_save in self._samples.values():  # intervals not ended yet
-            for which in range(1 + is_save):
-                ends[which][_age(now - used_at)] += 1
-        self._of_all = [*self._hits[0]], ends[0]
-        self._of_new = hit_density(self._hits[1], ends[1], 0)
+            for series in (_OF_ALL, _OF_NEW) if is_save else (_OF_ALL,):
+                ends[series][_age(now - used_at)] += 1
+        self._of_all = [*self._hits[_OF_ALL]], ends[_OF_ALL]
+        self._of_new = hit_density(self._hits[_OF_NEW], ends[_OF_NEW], 0)
 
     def _forget(self, now: float) -> None:
         """Forgets samples not used for long; adapts how large a fraction of names is sampled."""

@@ -171,7 +171,8 @@ def _renewing(base: type[Any], idle_s: float = math.inf) -> type[Any]:
 def _by_address(url: StoreURL, options: dict[str, Any]) -> Servers:
     database = _database(url, url.path.strip("/") or "0")
     options |= {"host": url.host or "localhost", "port": url.port or _PORT, "db": database}
-    return OneServer(lambda: redis.ConnectionPool(**options), options["socket_timeout"] / 2)
+    call_timeout_s = options["socket_timeout"] / 2
+    return OneServer(lambda: redis.ConnectionPool(**options), call_timeout_s)
 
 
 def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -180,7 +181,8 @@ def _by_socket(url: StoreURL, options: dict[str, Any]) -> Servers:
     options |= {"connection_class": _renewing(redis.UnixDomainSocketConnection), "path": url.path}
     database = _database(url, url.options.pop("db", "0"))
     options |= {"db": database}
-    return OneServer(lambda: redis.ConnectionPool(**options), options["socket_timeout"] / 2)
+    call_timeout_s = options["socket_timeout"] / 2
+    return OneServer(lambda: redis.ConnectionPool(**options), call_timeout_s)
 
 
 def _cluster(url: StoreURL, options: dict[str, Any]) -> Servers:
@@ -216,7 +218,8 @@ def _by_sentinel(url: StoreURL, options: dict[str, Any]) -> Servers:
         return SentinelConnectionPool(name, sentinel, **options)  # type: ignore[no-untyped-call]
 
     sentinels = [each.connection_pool for each in sentinel.sentinels]
-    return OneServer(open_pool, options["socket_timeout"] / 2, *sentinels)
+    call_timeout_s = options["socket_timeout"] / 2
+    return OneServer(open_pool, call_timeout_s, *sentinels)
 
 
 def _addresses(url: StoreURL, port: int) -> Sequence[Address]:
