@@ -55,6 +55,27 @@ def test_a_write_is_noticed_once_with_a_digest_that_tells_what_is_there_now(writ
     assert check(watch, step=6) == RankWeights(2, b"", 6), "the first weights again"
 
 
+def test_a_step_runs_no_python_code_of_the_weights():
+    calls = []
+
+    class Weight(torch.nn.Parameter):
+        """It runs Python code for each use, as vLLM's own parameters do."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = Model()
+    model.first.weight = Weight(model.first.weight.data, requires_grad=False)
+    watch = WeightsWatch([model])
+    calls.clear()
+    assert check(watch) is None
+    assert calls == []
+    model.first.weight.add_(1)
+    assert check(watch).generation == 1
+
+
 def test_a_write_that_nothing_tells_of_is_noticed_when_the_scheduler_asks():
     model = Model()
     watch = WeightsWatch([model])
