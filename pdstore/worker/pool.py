@@ -114,6 +114,13 @@ class KVPool:
             timeout_s = _PIN_TIMEOUT_S + memory.num_bytes / _BYTES_PER_S
         memory.ready(timeout_s)
 
+    def caller_event(self) -> ReadyEvent | None:
+        """Returns an event after the work queued on the caller's stream, for `begin_load`.
+
+        None if the paged cache is on no GPU. Raises SwapError as `record_caller_event` does.
+        """
+        return record_caller_event(self._swap)
+
     def flush(self, timeout_s: float) -> None:
         """Waits until all saves that were begun so far have ended.
 
@@ -200,7 +207,7 @@ class KVPool:
         if handoff is not None and self._settings.publish:
             self._heartbeat.begin_beats(handoff)
             job.on_end(partial(self._note_end, handoff))
-        order, wake = partial(record_caller_event, self._swap), partial(self._queue.wake, job)
+        order, wake = self.caller_event, partial(self._queue.wake, job)
         at_begin = [] if announce is None else [partial(self._put_started, announce)]
         return OpenSave(job, work, order, wake, at_begin)
 
@@ -252,7 +259,7 @@ class KVPool:
         self.layout.continuation.check_gaps(tables)
         self.layout.continuation.check_states(tables, keys.num_tokens)
         prompt = PromptBlocks(self.layout, keys.prefix(keys.num_tokens), tables, first_block)
-        work = LoadWork(self._mover, prompt, first_token, ready or record_caller_event(self._swap))
+        work = LoadWork(self._mover, prompt, first_token, ready or self.caller_event())
         num_bytes = bytes_of(self.layout, keys, first_block)
         marker_timeout_s = 0.0 if follow is None else self._settings.handoff_wait_s
         job = Job(

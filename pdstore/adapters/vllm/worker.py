@@ -33,7 +33,7 @@ from pdstore.threads import call_or
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 from pdstore.worker.save import OpenSave
-from pdstore.worker.swap.base import READY_NOW
+from pdstore.worker.swap.base import READY_NOW, ReadyEvent
 
 log = logging.getLogger("vllm.pdstore")
 
@@ -66,7 +66,7 @@ class PDStoreConnectorWorker:
     the report without a timeout.
 
     open_saves: the saves of the current step that still wait for layers to be computed.
-    loads_at_once: True if no step in flight uses the blocks that vLLM gives to a load. Where steps
+    loads_at_once: True if no work of the GPU uses the blocks that vLLM gives to a load. Where steps
       overlap, vLLM frees the blocks of an ended request only after all steps in flight (its
       scheduler's `defer_block_free`). But it does so only in a KV consumer, and not for blocks that
       a sliding window gives back. Blocks that a step clears for a load are in use too.
@@ -83,7 +83,8 @@ class PDStoreConnectorWorker:
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
-        self._queued: list[LoadSpec] = []  # loads that have not begun
+        # loads that have not begun, and the event after which their blocks may be written
+        self._queued: list[tuple[LoadSpec, ReadyEvent | None]] = []
         self._loads: dict[str, _Running[LoadSpec]] = {}  # by request
         self._saves: dict[int, _Running[SaveSpec]] = {}  # by number
         self._bad_blocks: set[int] = set()
@@ -189,22 +190,25 @@ class PDStoreConnectorWorker:
                 running.job.cancel()
 
     def start_loads(self, metadata: PDStoreConnectorMetadata) -> None:
-        """Marks aborted hand-offs, and queues or begins the loads of a step. Every step calls it.
+        """Marks aborted hand-offs, and queues the loads of a step. Every step calls it.
 
-        If `loads_at_once`, the loads begin after vLLM has launched this step. Earlier, the threads
-        that load would take the GIL from the thread that launches the step.
+        vLLM has queued on the GPU what clears the blocks of these loads, and not yet the forward.
+        Unless `loads_at_once`, the loads wait for the GPU's work so far, but not for the forward.
         """
+        ready: ReadyEvent | None = READY_NOW
+        if metadata.loads and not self.loads_at_once:
+            ready = call_or(self.pool.caller_event, None)
+        self._queued += [(spec, ready) for spec in metadata.loads]
         for handoff in metadata.aborted_handoffs:
             self.pool.abort_handoff(handoff)
-        self._queued += metadata.loads
-        if not self.loads_at_once:
-            self.begin_loads()  # after the GPU's work so far, which is not yet this step's
 
     def begin_loads(self) -> None:
-        """Begins all queued loads."""
+        """Begins all queued loads, when vLLM has launched the step.
+
+        Earlier, the threads that load would take the GIL from the thread that launches the step.
+        """
         queued, self._queued = self._queued, []
-        ready = READY_NOW if self.loads_at_once else None
-        for spec in queued:  # all of them are reported, even if starting one fails
+        for spec, ready in queued:  # all of them are reported, even if starting one fails
             running = self._loads[spec.request_id] = _Running(spec)
             if (plan := spec.plan) is not None and not self._has_weights_of(spec):
                 running.end = JobEnd.fault(Direction.LOAD, spec.request_id, reason=Reason.NAMESPACE)

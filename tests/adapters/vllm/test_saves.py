@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from pdstore.adapters.vllm import PDStoreConnector
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.engine.request import EngineRequest
+from pdstore.errors import SwapError
 from pdstore.format.continuation import NO_BLOCK
 from pdstore.format.plan import LoadPlan, SavePlan
 from tests.adapters.vllm.standins import GROUP, BlockPool
@@ -270,11 +272,59 @@ def test_layers_are_saved_before_their_forward_pass_ends(store, forward, monkeyp
     eventually(lambda: instance.store.match(whole) == len(whole))
 
 
-def test_a_load_that_waits_for_earlier_steps_does_not_wait_for_its_own(
-    connector, instance, forward
+class Earlier:
+    """Stands for the event behind the GPU's work before a step."""
+
+    def __init__(self):
+        self._fired = threading.Event()
+        self.fire = self._fired.set
+        self.query = self._fired.is_set
+
+    def synchronize(self):
+        assert self._fired.wait(10)
+
+
+def test_a_load_begins_behind_its_step_s_launch_and_waits_for_earlier_steps_only(
+    connector, instance, forward, monkeypatch
+):
+    """Else its threads take the GIL from the one that launches, or it waits for the forward too."""
+    keys = instance.cache.keys(range(200))
+    instance.pool.save(keys, IDS).wait(10)
+    connector.worker.loads_at_once = False
+    events, begun = [], []
+    begin_load = instance.pool.begin_load
+    monkeypatch.setattr(
+        instance.pool,
+        "begin_load",
+        lambda *args, **named: begun.append(1) or begin_load(*args, **named),
+    )
+    monkeypatch.setattr(
+        instance.pool, "caller_event", lambda: events.append(Earlier()) or events[-1]
+    )
+    with forward(step_with(loads=[LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])])):
+        assert (len(events), begun) == (1, [])
+    assert (len(events), begun) == (1, [1])
+    assert not connector.worker.end_loads()[0]
+    events[0].fire()
+    eventually(lambda: connector.worker.end_loads()[0] == {"request"})
+
+
+def test_a_load_whose_earlier_work_cannot_be_told_is_reported_all_the_same(
+    connector, instance, forward, monkeypatch
 ):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
     connector.worker.loads_at_once = False
+    caller_event = instance.pool.caller_event
+    answers = iter([SwapError("captured"), caller_event()])
+
+    def fails_once():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(instance.pool, "caller_event", fails_once)
     with forward(step_with(loads=[LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])])):
-        eventually(lambda: connector.worker.end_loads()[0])
+        pass
+    eventually(lambda: connector.worker.end_loads() == ({"request"}, set()))
