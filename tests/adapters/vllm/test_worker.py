@@ -110,8 +110,8 @@ def test_with_a_window_a_load_fails_whole(worker, instance):
     ],
     ids=["no overlap", "kept by vLLM", "not kept in a producer", "a producer", "a window"],
 )
-def test_a_load_that_waits_for_no_step_begins_behind_the_launch_of_its_own(
-    worker, instance, config, needs, at_once
+def test_a_load_begins_behind_the_launch_of_its_step_and_waits_for_earlier_ones_if_it_must(
+    worker, instance, monkeypatch, config, needs, at_once
 ):
     object.__setattr__(instance.namespace, "needs", needs)
     worker.vllm_config = vllm_config(**config)
@@ -119,8 +119,11 @@ def test_a_load_that_waits_for_no_step_begins_behind_the_launch_of_its_own(
     worker.vllm_config = None  # no step may ask it: an answer took 10 ms
     keys = instance.cache.keys(range(200))
     spec = LoadSpec("request", LoadPlan(keys, 0, 200), [IDS])
+    told = []
+    monkeypatch.setattr(instance.pool, "caller_event", lambda: told.append(1))
     worker.start_loads(PDStoreConnectorMetadata(loads=[spec]))
-    assert instance.pool.num_jobs == (not at_once), "it begins when its step is launched"
+    assert bool(told) == (not at_once), "of the work that is queued before the step"
+    assert instance.pool.num_jobs == 0, "it begins when its step is launched"
     worker.begin_loads()
     eventually(lambda: worker.end_loads()[0])
 
