@@ -170,14 +170,15 @@ def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
 def _prompt_of(
     layout: Layout, caches: Sequence[torch.Tensor], tables: BlockTables, num_tokens: int
 ) -> list[torch.Tensor]:
-    """Returns the bytes of the prompt's tokens, or of its state, in each cache."""
+    """Returns the bytes of the prompt's tokens, or of its pages or its state, in each cache."""
     held = []
     for cache, cells in zip(caches, layout.geometry.caches.values(), strict=True):
         table = tables[cells.table]
         if isinstance(table, Mapping):
             held.append(cache[list(table.values())])
         else:
-            held.append(cache[list(table)].flatten(0, 1)[:num_tokens])
+            blocks = cache[list(table)]
+            held.append(blocks if cells.dtype is None else blocks.flatten(0, 1)[:num_tokens])
     return [each.contiguous().view(torch.uint8) for each in held]  # as bytes: NaN != NaN
 
 

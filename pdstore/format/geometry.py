@@ -37,9 +37,12 @@ class CacheGeometry:
     dtype: str | None
 
     @classmethod
-    def of_states(cls, table: int, num_bytes: int) -> CacheGeometry:
-        """Returns the cells of a layer whose states have `num_bytes` bytes on this rank."""
-        return cls(table, None, None, num_bytes, num_heads=1, dtype=None)
+    def of_blocks(cls, table: int, tokens: int | None, num_bytes: int) -> CacheGeometry:
+        """Returns the cells of a layer whose blocks, of `num_bytes` bytes, are one cell each.
+
+        tokens: the number of tokens of a page; None for states.
+        """
+        return cls(table, tokens, tokens, num_bytes, num_heads=1, dtype=None)
 
     @property
     def entry_cells(self) -> int:

@@ -27,16 +27,19 @@ class LayerSpec:
     num_kv_heads: KV heads; 1 if each rank holds all of the layer. Of a state, the ranks that each
       have a part of it.
     head_dim: elements of K per head and token; for MLA, elements of the latent and its rope part.
-      Of a state, its bytes on one rank.
+      Of a state, its bytes on one rank; of a page, its bytes.
     value_dim: elements of V per head and token; None: as many as K has; 0: V is not stored (MLA).
     window: the length of a sliding window in tokens; None for full attention.
     table: the number of the engine's block table that names this layer's blocks.
     is_whole: True if each rank holds all of the layer, as with MLA.
-    form: None for a layer with KV of each token. Otherwise the layer keeps a state, which stands
-      for a whole prefix, and this text says what its bytes are: their types, shapes and order.
-      States of two forms are never exchanged.
+    form: None for a layer with KV of each token. Of a state, which stands for a whole prefix, and
+      of a page, this text says what its bytes are: their types, shapes and order. States or pages
+      of two forms are never exchanged.
+    cell_tokens: the number of tokens that are stored only together: of a page, all of its tokens;
+      None for a state.
 
-    `latent` and `state` make the layers that are neither full attention nor a sliding window.
+    `latent`, `state` and `page` make the layers that are neither full attention nor a sliding
+    window.
     """
 
     num_kv_heads: int
@@ -46,6 +49,7 @@ class LayerSpec:
     table: int = 0
     is_whole: bool = False
     form: str | None = None
+    cell_tokens: int | None = 1
 
     @classmethod
     def latent(cls, channels: int, *, table: int = 0) -> LayerSpec:
@@ -62,17 +66,56 @@ class LayerSpec:
         is_whole: True if each rank has the same state; `ranks` has no meaning then.
         """
         parts = 1 if is_whole else ranks
-        return cls(parts, num_bytes, value_dim=0, table=table, is_whole=is_whole, form=form)
+        return cls(
+            parts,
+            num_bytes,
+            value_dim=0,
+            table=table,
+            is_whole=is_whole,
+            form=form,
+            cell_tokens=None,
+        )
+
+    @classmethod
+    def page(cls, num_bytes: int, tokens: int, form: str, *, table: int = 0) -> LayerSpec:
+        """Returns a layer whose engine blocks are pages that each rank holds whole.
+
+        An example is the indexer of sparse attention, whose pages have the rows of all tokens and
+        then their scales.
+
+        tokens: the number of tokens of a page, which are those of an engine block in its table.
+        Raises LayoutError for less than one token.
+        """
+        if tokens < 1:
+            raise LayoutError(f"a page of {tokens} tokens: give the tokens of an engine block")
+        return cls(
+            1,
+            num_bytes,
+            value_dim=0,
+            table=table,
+            is_whole=True,
+            form=form,
+            cell_tokens=tokens,
+        )
 
     @property
     def channels(self) -> int:
         """Elements of K and V together, per head and token."""
         return self.head_dim + (self.head_dim if self.value_dim is None else self.value_dim)
 
+    def cell_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of a cell, of one head. itemsize: the bytes of an element of KV."""
+        return self.channels * (itemsize if self.form is None else 1)
+
     @property
     def is_state(self) -> bool:
         """True if the layer keeps one state for a whole prefix."""
-        return self.form is not None
+        return self.cell_tokens is None
+
+    @property
+    def is_page(self) -> bool:
+        """True if the layer's engine blocks are pages, whose bytes `form` gives their meaning."""
+        return self.form is not None and self.cell_tokens is not None
 
     @property
     def needs(self) -> int | None:
@@ -142,9 +185,17 @@ class Identity:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of a whole block: the KV of its tokens, of all layers and heads; no states."""
-        by_token = (spec for spec in self.layers if not spec.is_state)
-        per_token = sum(spec.num_kv_heads * spec.channels for spec in by_token)
-        return self.block_tokens * per_token * self.itemsize
+        num_bytes = 0
+        for spec in self.layers:
+            if spec.cell_tokens is not None:
+                num_cells = self.block_tokens // spec.cell_tokens * spec.num_kv_heads
+                num_bytes += num_cells * spec.cell_bytes(self.itemsize)
+        return num_bytes
+
+    @property
+    def has_pages(self) -> bool:
+        """True if a tail is stored with what lies behind its tokens in the same page."""
+        return self.page is not None or any(spec.is_page for spec in self.layers)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -184,10 +235,7 @@ class Identity:
             "weights": weights,
             "dtype": self.dtype,
             "quantization": self.quantization,
-            "layers": [
-                [_kind_of(spec), spec.num_kv_heads, spec.head_dim, spec.channels]
-                for spec in self.layers
-            ],
+            "layers": [_row_of(spec) for spec in self.layers],
             "windows": [spec.window for spec in self.layers],
             "rope": self.rope,
             "block_tokens": self.block_tokens,
@@ -200,12 +248,12 @@ class Identity:
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
-        # without a seal, images or states there is no such field: older namespaces stay valid
+        # each of these fields is there only if it is needed, so that older namespaces stay valid
         if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
         if self.items is not None:
             fields["items"] = self.items
-        if any(spec.is_state for spec in self.layers):
+        if any(spec.form is not None for spec in self.layers):
             fields["form"] = [spec.form for spec in self.layers]
         return Namespace(
             fields,
@@ -215,13 +263,20 @@ class Identity:
             needs=needs_of((n, self.spec_of(n).needs) for n in range(len(self.groups))),
             states=states_of((n, self.spec_of(n).is_state) for n in range(len(self.groups))),
             bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
+            has_pages=self.has_pages,
         )
+
+
+def _row_of(spec: LayerSpec) -> list[Json]:
+    """Returns what a namespace's field `layers` says of a layer; of a page, its tokens are last."""
+    last = spec.cell_tokens if spec.is_page else spec.channels
+    return [_kind_of(spec), spec.num_kv_heads, spec.head_dim, last]
 
 
 def _kind_of(spec: LayerSpec) -> str:
     """Returns the first word about a layer in a namespace's field `layers`."""
-    if spec.is_state:
-        return "state"
+    if spec.form is not None:
+        return "state" if spec.is_state else "page"
     if spec.is_whole:
         return "mla"
     return "full" if spec.window is None else "sliding"

@@ -77,6 +77,7 @@ class Namespace:
     parts: the (group, shard) pairs whose values together are one block, in key order.
     needs, states: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
+    has_pages: a tail may be stored with KV of another prompt, which lies behind it in its page.
     digest: a digest of `fields`; passed only by callers that know the digest but not the fields.
     """
 
@@ -87,6 +88,7 @@ class Namespace:
     needs: Mapping[int, int] = field(default_factory=dict)
     states: frozenset[int] = frozenset()
     bare_salt: str | None = None
+    has_pages: bool = False
     digest: bytes = b""
 
     def __post_init__(self) -> None:
@@ -134,8 +136,8 @@ _MEANS = {
     "format": " (two versions of pdstore: install the same one for both)",
     "block_tokens": " (PDSTORE_BLOCK_TOKENS; of a model with sliding windows or states it is the"
     " engine's block, which the TP size, the dtypes and speculation decide: make them equal)",
-    "form": " (states of other types, shapes or order: give both engines the same version, dtypes"
-    " and kernels)",
+    "form": " (states or pages of other types, shapes or order: give both engines the same version,"
+    " dtypes, kernels and block size)",
 }
 
 

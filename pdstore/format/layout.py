@@ -93,7 +93,6 @@ class Layout:
           the cache's; None: each is one.
         The other arguments are those of `Identity` and `Layout`.
         """
-        _check_salt(settings, page)
         entries = entries_of(engine_block_tokens, layers)
         if boundary_tokens is not None:
             _check_boundary(boundary_tokens, freed_tokens, entries, layers)
@@ -111,6 +110,7 @@ class Layout:
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, identity.block_bytes // RANGE_BYTES)
         identity = replace(identity, num_ranges=max(1, min(wanted, len(layers))))
+        _check_salt(settings, identity)
         return cls(identity, entries, tp_rank, tp_size, pipeline)
 
     def __post_init__(self) -> None:
@@ -224,16 +224,17 @@ class Layout:
         return Geometry(self.block_tokens, tables, caches, parts)
 
     def _cache(self, layer: int, tables: Sequence[int | None]) -> CacheGeometry:
-        """Returns the cells of a layer: a state or a packed page is one cell, else a token is."""
+        """Returns the cells of a layer: a state or a page is one cell, else a token is."""
         identity = self.identity
         spec = identity.layers[layer]
-        if spec.is_state:
-            return CacheGeometry.of_states(spec.table, spec.channels)
+        cell_bytes = spec.cell_bytes(identity.itemsize)
+        if spec.form is not None:
+            return CacheGeometry.of_blocks(spec.table, spec.cell_tokens, cell_bytes)
         by_token = CacheGeometry(
             table=spec.table,
             entry_tokens=tables[spec.table],
             cell_tokens=1,
-            cell_bytes=spec.channels * identity.itemsize,
+            cell_bytes=cell_bytes,
             num_heads=spec.num_kv_heads // (1 if spec.is_whole else self.tp_size),
             dtype=identity.dtype,
         )
@@ -278,8 +279,8 @@ def entries_of(
     return tuple(engine_block_tokens)
 
 
-def _check_salt(settings: Settings, page: str | None) -> None:
-    if page is not None and settings.salt is not None:
+def _check_salt(settings: Settings, identity: Identity) -> None:
+    if identity.has_pages and settings.salt is not None:
         raise LayoutError(
             "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with what"
             " an earlier request left in them: they cannot be used together"
@@ -309,10 +310,20 @@ def _check_boundary(
 
 
 def _check_blocks(layout: Layout) -> None:
-    """Raises LayoutError if blocks of the pool are not whole engine blocks of every table."""
+    """Raises LayoutError if blocks of the pool are not whole engine blocks of every table.
+
+    Neither may a page be more or less than an engine block.
+    """
     block_tokens = layout.block_tokens
     is_paged = layout.identity.page is not None
-    for entry_tokens in entries_of(layout.engine_block_tokens, layout.identity.layers):
+    entries = entries_of(layout.engine_block_tokens, layout.identity.layers)
+    for spec in layout.identity.layers:
+        if spec.is_page and entries[spec.table] != spec.cell_tokens:
+            raise LayoutError(
+                f"engine blocks of {entries[spec.table]} tokens, and pages of {spec.cell_tokens}:"
+                " a page is stored whole, so it must be one engine block"
+            )
+    for entry_tokens in entries:
         if entry_tokens is None:
             continue
         if block_tokens % entry_tokens or (is_paged and block_tokens != entry_tokens):

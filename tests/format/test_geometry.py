@@ -11,6 +11,7 @@ from tests.support.kv import flat_layout
 
 FULL, MLA = LayerSpec(8, 128), LayerSpec.latent(576, table=1)
 STATE = LayerSpec.state(4100, "bfloat16", table=1)
+PAGE = LayerSpec.page(64 * 132, 64, "rows, scales")
 
 
 def geometry_of(part, **changes):
@@ -35,6 +36,25 @@ def test_a_packed_page_of_one_head_is_one_cell_and_a_tail_has_a_whole_page():
     assert [packed.cache.num_cells(n) for n in (1, 16, 17)] == [1, 1, 2]
     assert packed.payload_bytes(1) == packed.payload_bytes(16) == 3 * 8 * 16 * 256 * 2
     assert packed.num_bytes(1) == packed.payload_bytes(16)
+
+
+def test_a_layers_page_is_one_cell_and_lies_beside_layers_without_pages():
+    """Its bytes are as many as the layer says, whatever the dtype of the others."""
+    given = {"layers": (FULL, PAGE, PAGE), "block_tokens": 128, "engine_block_tokens": 64}
+    full, page = (geometry_of(Part(group, 0), **given) for group in (0, 1))
+    assert (page.layers, page.cache.table, page.cache.cell_bytes) == ((1, 2), 0, 64 * 132)
+    assert (page.cache.entry_cells, page.heads) == (1, slice(0, 1))
+    assert [page.cache.num_cells(n) for n in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
+    assert [page.cache.cells_before(n) for n in (0, 63, 64, 127, 128)] == [0, 0, 1, 1, 2]
+    assert page.payload_bytes(1) == page.payload_bytes(64) == 2 * 64 * 132
+    assert full.payload_bytes(1) == 8 * 256 * 2
+
+
+def test_a_page_of_one_token_is_of_bytes_too():
+    page = geometry_of(
+        Part(0, 0), layers=(LayerSpec.page(132, 1, "row, scale"),), engine_block_tokens=1
+    )
+    assert page.payload_bytes(5) == 5 * 132
 
 
 @pytest.mark.parametrize(("shard", "first_head"), [(2, 0), (3, 2)])

@@ -18,6 +18,7 @@ FULL = LayerSpec(8, 128)
 SLIDING = LayerSpec(4, 64, window=1024)
 MLA = LayerSpec.latent(576)
 STATE = LayerSpec.state(4100, "f", ranks=2, table=1)
+PAGE = LayerSpec.page(64 * 132, 64, "rows, scales")
 
 
 def layout(**changes) -> Layout:
@@ -72,6 +73,22 @@ def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
                 "engine_block_tokens": (16, 16),
             },
             r"\[16, 16\] tokens: give None for each of the block tables \[1\]",
+        ),
+        (
+            {"layers": (MLA, PAGE), "block_tokens": 128, "engine_block_tokens": 128},
+            "engine blocks of 128 tokens, and pages of 64: a page is stored whole",
+        ),
+        (
+            {"layers": (MLA, PAGE), "engine_block_tokens": 16},
+            "engine blocks of 16 tokens, and pages of 64",
+        ),
+        (
+            {"layers": (MLA, PAGE), "block_tokens": 32, "engine_block_tokens": 64},
+            "PDSTORE_BLOCK_TOKENS=32 must be a multiple of the engine's block of 64 tokens",
+        ),
+        (
+            {"layers": (MLA, dataclasses.replace(PAGE, table=1)), "engine_block_tokens": (64, 16)},
+            "engine blocks of 16 tokens, and pages of 64",
         ),
         ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
         ({"pipeline": Pipeline((0, 0, 1), 0)}, "PDSTORE_LAYER_RANGES=2"),
@@ -140,6 +157,36 @@ def test_a_state_makes_no_more_layer_ranges():
     assert made.block_bytes == 4 * 64 * 8 * 128 * 2
 
 
+def test_a_page_has_tokens():
+    with pytest.raises(LayoutError, match="a page of 0 tokens: give the tokens of an engine block"):
+        LayerSpec.page(132, 0, "row, scale")
+
+
+def test_pages_count_in_bytes_where_layer_ranges_are_chosen():
+    layers = [MLA, PAGE] * 4
+    made = Layout.of(
+        SETTINGS, dtype="bfloat16", layers=layers, engine_block_tokens=64, rope=""
+    ).identity
+    assert made.block_bytes == 4 * 64 * (576 * 2 + 132)
+
+
+@pytest.mark.parametrize(
+    ("layers", "page", "has_pages"),
+    [((MLA,), None, False), ((MLA, PAGE), None, True), ((MLA,), "packed", True)],
+)
+def test_a_salt_is_refused_where_a_tail_carries_its_whole_page(layers, page, has_pages):
+    """Behind the tail lies what an earlier request has left, of another tenant perhaps."""
+    given = {"dtype": "bfloat16", "engine_block_tokens": 64, "rope": ""}
+    made = Layout.of(SETTINGS, **given, layers=layers, page=page)
+    assert made.namespace(SETTINGS, weights="w").has_pages is has_pages
+    salted = read_settings(block_tokens=64, salt="s")
+    if has_pages:
+        with pytest.raises(LayoutError, match="PDSTORE_SALT keeps tenants apart"):
+            Layout.of(salted, **given, layers=layers, page=page)
+    else:
+        Layout.of(salted, **given, layers=layers, page=page)
+
+
 @pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
 def test_payload_bytes_are_layers_tokens_heads_channels():
     assert layout().payload_bytes(Part(0, 0), 64) == 2 * 64 * 8 * 256 * 2
@@ -153,6 +200,14 @@ def test_ranks_own_whole_shards_and_all_of_them_together():
     assert sorted(owned) == sorted(ranks[0].parts)
     full = [of for part, of in ranks[1].geometry.parts.items() if part.group == 0]
     assert [of.heads for of in full] == [slice(0, 2), slice(2, 4)]
+
+
+def test_each_rank_has_all_of_a_page():
+    changes = {"layers": (FULL, PAGE), "engine_block_tokens": 64, "num_shards": 2, "tp_size": 2}
+    ranks = [layout(**changes, tp_rank=rank) for rank in range(2)]
+    assert [rank.owned_parts for rank in ranks] == [
+        (Part(0, rank), Part(1, 0)) for rank in range(2)
+    ]
 
 
 def test_a_stage_owns_the_parts_of_its_layers_and_all_ranks_together_all_of_them():

@@ -6,6 +6,7 @@ Another digest is another namespace: what an older version has stored would not 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ VECTORS = Path(__file__).parent / "vectors"
 PINNED = {
     **json.loads((VECTORS / "namespaces.json").read_text()),
     **json.loads((VECTORS / "namespaces_with_states.json").read_text()),
+    **json.loads((VECTORS / "namespaces_with_pages.json").read_text()),
 }
 FULL = LayerSpec(8, 128)
 OTHER_VALUES = LayerSpec(8, 192, value_dim=128)
 SLIDING = LayerSpec(4, 64, window=1024, table=1)
 MLA = LayerSpec.latent(576)
 CONV, SSM = (LayerSpec.state(4100, form, table=2) for form in ("conv, bfloat16", "ssm, float32"))
+PAGE = LayerSpec.page(64 * 132, 64, "rows of fp8, scales of float32")
 ROPE = '{"rope_theta": 10000.0}'
 
 LAYOUTS = {
@@ -65,6 +68,14 @@ LAYOUTS = {
         "page": "vllm-cpu:vec16",
         "boundary_tokens": 16,
     },
+    "pages beside MLA": {"layers": [PAGE, MLA] * 4, "engine_block_tokens": 64},
+    "pages in fp8": {
+        "layers": [PAGE, LayerSpec.latent(656)] * 4,
+        "dtype": "uint8",
+        "quantization": '["fp8", "fp8_ds_mla"]',
+        "engine_block_tokens": 64,
+    },
+    "pages beside states": {"layers": [PAGE, MLA, CONV], "engine_block_tokens": (64, 64, None)},
 }
 SETTINGS = {
     "a salt": {"salt": "secret"},
@@ -107,9 +118,10 @@ def test_stages_and_ranks_that_each_hold_all_of_mla_are_no_part_of_a_namespace()
     assert pinned_of({"layers": [MLA] * 27}, {})["hex"] == PINNED["mla on several ranks"]["hex"]
 
 
-def test_a_layout_without_states_has_no_field_for_them():
-    for name, pinned in PINNED.items():
-        assert ("form" in pinned["described"]) == ("states" in name)
+def test_a_layout_without_states_or_pages_has_no_field_for_them():
+    for name, (layout, _) in CASES.items():
+        has_form = any(spec.form is not None for spec in layout["layers"])
+        assert ("form" in PINNED[name]["described"]) == has_form
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,25 @@ def test_a_layout_without_states_has_no_field_for_them():
 )
 def test_what_a_states_bytes_are_is_part_of_the_namespace(other):
     one, two = (pinned_of({"layers": [FULL, spec]}, {})["hex"] for spec in (CONV, other))
+    assert one != two
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LayerSpec.page(64 * 132, 64, "rows of fp8, scales of bfloat16"),
+        LayerSpec.page(64 * 132, 32, "rows of fp8, scales of float32"),
+        LayerSpec.page(64 * 136, 64, "rows of fp8, scales of float32"),
+        LayerSpec.latent(64 * 132),
+    ],
+    ids=["another form", "other tokens", "another size", "no page"],
+)
+def test_what_a_pages_bytes_are_is_part_of_the_namespace(other):
+    layouts = (
+        {"layers": [MLA, replace(spec, table=1)], "engine_block_tokens": (64, spec.cell_tokens)}
+        for spec in (PAGE, other)
+    )
+    one, two = (pinned_of(layout, {})["hex"] for layout in layouts)
     assert one != two
 
 

@@ -27,8 +27,12 @@ BLOCKS = list(range(80))
 SMALL = LayerSpec.state(40, "small", table=1, is_whole=True)
 LARGE = LayerSpec.state(3_000, "large", table=2, is_whole=True)
 WINDOW = LayerSpec(2, 8, window=100, table=3)
+PAGE = LayerSpec.page(900, 16, "rows, scales")
+APART = LayerSpec.page(1_500, 64, "rows, scales", table=1)
 LAYOUTS = {
     "no states": LAYERS,
+    "pages": (*LAYERS, PAGE),
+    "pages in a table of their own": (APART, *LAYERS),
     "one group of states": (*LAYERS, SMALL),
     "two groups of states": (SMALL, *LAYERS, LARGE),
     "states beside windows": (LAYERS[0], SMALL, WINDOW, LARGE, WINDOW),
@@ -65,6 +69,7 @@ class Plan(NamedTuple):
         layers = LAYOUTS[self.layers]
         return {
             "layers": layers,
+            "engine_block_tokens": (16, 64) if APART in layers else 16,
             "layer_ranges": self.layer_ranges,
             "kv_shards": self.kv_shards,
             "num_blocks": len(BLOCKS),
@@ -207,7 +212,8 @@ def test_what_a_load_says_is_loaded_is_what_was_saved(seeds: range) -> None:
         keys, saved = p.cache.keys(range(plan.num_tokens)), saved_tables(p, plan.num_tokens, seed)
         assert p.pool.save(keys, saved).wait(20).reason is None
         store.goes_bad()
-        first = min(plan.first_token, plan.num_tokens // 16 * 16)
+        step = d.layout.geometry.common_tokens
+        first = min(plan.first_token, plan.num_tokens) // step * step
         handoff = HandoffId("1" * 32) if plan.way == "follow" else None
         tables = loaded_tables(d, plan.num_tokens)
         job = d.pool.load(keys, tables, first_token=first, follow=handoff)
@@ -215,7 +221,7 @@ def test_what_a_load_says_is_loaded_is_what_was_saved(seeds: range) -> None:
             p.pool.abort_handoff(handoff)
         result = job.wait(20)
         assert_right(p, d, saved, tables, range(first, result.num_tokens))
-        assert all((kv[:first] == POISON).all() for kv in tokens_of(d).values())
+        assert all((kv.rows[: first // kv.tokens] == POISON).all() for kv in rows_of(d).values())
         assert result.reason is not None or result.num_tokens == plan.num_tokens
         assert result.reason is not Reason.DEADLINE
         close(p, d)
@@ -261,22 +267,41 @@ def saved(
     return save.job.wait(20)
 
 
-def tokens_of(one: Instance) -> dict[int, torch.Tensor]:
-    """Returns the KV of each layer that has any, by the layer's number: [token, head, channel]."""
+class Rows(NamedTuple):
+    """The tokens or pages of a layer, in the order of the prompt; tokens: of one of them."""
+
+    rows: torch.Tensor
+    tokens: int
+
+    def of(self, first: int, stop: int) -> torch.Tensor:
+        """Returns the rows that have tokens in [first, stop)."""
+        return self.rows[first // self.tokens : -(-stop // self.tokens) if first < stop else 0]
+
+
+def rows_of(one: Instance) -> dict[int, Rows]:
+    """Returns the rows of each layer that has any, by the layer's number."""
     layers = one.layout.identity.layers
-    return {n: one.tokens(BLOCKS, n) for n, spec in enumerate(layers) if not spec.is_state}
+    return {
+        n: Rows(one.tokens(BLOCKS, n), spec.cell_tokens)
+        for n, spec in enumerate(layers)
+        if spec.cell_tokens is not None
+    }
 
 
 def assert_right(
     p: Instance, d: Instance, saved: BlockTables, loaded: BlockTables, counted: range
 ) -> None:
-    """D has P's KV of the counted tokens in every layer, as far as it is needed, and P's states."""
-    got, want = tokens_of(d), tokens_of(p)
+    """D has P's KV of the counted tokens in every layer, as far as it is needed, and P's states.
+
+    Of a page that has such a token, it has all.
+    """
+    got, want = rows_of(d), rows_of(p)
     for layer, spec in enumerate(p.layout.identity.layers):
         if not spec.is_state:
             block = d.layout.continuation.blocks(spec.table, counted.stop).start
             first = max(counted.start, block * d.layout.block_tokens)
-            assert torch.equal(got[layer][first : counted.stop], want[layer][first : counted.stop])
+            needed = (each[layer].of(first, counted.stop) for each in (got, want))
+            assert torch.equal(*needed)
         elif counted:
             at_d, at_p = (tables[spec.table][counted.stop] for tables in (loaded, saved))
             assert torch.equal(d.caches[layer][at_d], p.caches[layer][at_p])

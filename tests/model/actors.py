@@ -70,6 +70,7 @@ class Shape:
     num_tokens: of the prompt; a block has two.
     follows: D loads while P saves.
     relayed: D has P's answer; else it waits for the marker that P has started.
+    has_pages: a layer has a page of each block, which its tail carries whole.
     num_states: groups of layers whose state after the prompt P saves beside the tokens.
     num_beats: the most that P puts while it saves; without any D does not know who P is.
     num_steps: of D's worker behind a `get`, each a taking of the lock, before which its follower
@@ -81,6 +82,7 @@ class Shape:
     num_ranges: int = 1
     follows: bool = False
     relayed: bool = True
+    has_pages: bool = False
     num_states: int = 0
     num_beats: int = 0
     num_steps: int = 0
@@ -207,17 +209,22 @@ class Actors:
         sizes = range(2, 2 + shape.num_states)
         states = [
             LayerSpec.state(size, "bytes", table=number, is_whole=True)
-            for number, size in enumerate(sizes, 1)
+            for number, size in enumerate(sizes, 1 + shape.has_pages)
         ]
-        layers = [LayerSpec(2, 1)] * 2 + states
-        one = Layout.of(settings, dtype="float32", layers=layers, engine_block_tokens=1, rope="")
+        pages = [LayerSpec.page(5, 2, "bytes", table=1)] * shape.has_pages
+        layers = [LayerSpec(2, 1)] * 2 + pages + states
+        entries = [1, *[2] * shape.has_pages, *[None] * shape.num_states]
+        one = Layout.of(
+            settings, dtype="float32", layers=layers, engine_block_tokens=entries, rope=""
+        )
         self.namespace = one.namespace(settings, weights="w")
         self._handoff = HandoffId("1" * 32, INSTANCE if shape.num_beats else None)
         self.keys = PromptKeys(self.namespace).extend(range(shape.num_tokens))
         self._right = torch.arange(2.0 * 3 * 2 * 2).view(2, 3, 1, 2, 2)
+        self._pages = [torch.arange(3 * 5, dtype=torch.int8).view(3, 5)] * shape.has_pages
         self._states = [torch.arange(3 * n, dtype=torch.int8).view(3, n) for n in sizes]
         self._prefills = [self._rank_of(one, n) for n in range(shape.num_ranks)]
-        right = [*self._right, *self._states]
+        right = [*self._right, *self._pages, *self._states]
         self._decode_rank = Rank(one, [torch.full_like(each, POISON) for each in right])
         self.done = [
             self._handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)
@@ -242,7 +249,7 @@ class Actors:
         size = self.shape.num_ranks
         heads = 2 // size
         mine = self._right[:, :, :, number * heads : (number + 1) * heads].clone()
-        caches = [*mine, *(state.clone() for state in self._states)]
+        caches = [*mine, *(each.clone() for each in [*self._pages, *self._states])]
         return Rank(replace(layout, tp_rank=number, tp_size=size), caches)
 
     def _prefill(self, number: int, store: Store) -> Reason | None:
@@ -282,18 +289,18 @@ class Actors:
         if found.num_tokens:
             result = self._load(store, found)
         result = replace(result, reason=result.reason or found.reason)
-        counted = slice(0, result.num_tokens)
-        places = BLOCK_IDS[counted]
-        caches, num_layers = self._decode_rank.caches, len(self._right)
-        pairs = [
-            (got[places], right[places])
-            for got, right in zip(caches[:num_layers], self._right, strict=True)
-        ]
-        if result.num_tokens:
-            last = result.num_tokens - 1
-            states = zip(caches[num_layers:], self._states, strict=True)
-            pairs += [(got[0], right[last]) for got, right in states]
-        return Taken(result, all(torch.equal(got, right) for got, right in pairs))
+        return Taken(result, self._is_right(result.num_tokens))
+
+    def _is_right(self, num_tokens: int) -> bool:
+        """Returns whether D has P's tokens, all of their pages, and the state after them."""
+        caches = iter(self._decode_rank.caches)
+        ids = BLOCK_IDS[:num_tokens]
+        pairs = [(next(caches)[ids], right[ids]) for right in self._right]
+        ids = BLOCK_IDS[: -(-num_tokens // 2)]
+        pairs += [(next(caches)[ids], right[ids]) for right in self._pages]
+        if num_tokens:
+            pairs += [(next(caches)[0], right[num_tokens - 1]) for right in self._states]
+        return all(torch.equal(got, right) for got, right in pairs)
 
     def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
         lookup = Lookup(self.keys, handoff, 60.0, lambda _: None, follows=self.shape.follows)
@@ -363,7 +370,8 @@ class Actors:
 
     def _prompt(self, rank: Rank, keys: PromptKeys, states: Mapping[int, int]) -> PromptBlocks:
         """states: the entries of the states that are saved or loaded, by their ends."""
-        return PromptBlocks(rank.layout, keys, [BLOCK_IDS, *[states] * self.shape.num_states])
+        tables = [BLOCK_IDS] * (1 + self.shape.has_pages) + [states] * self.shape.num_states
+        return PromptBlocks(rank.layout, keys, tables)
 
     def _mover(self, rank: Rank, store: Store) -> Mover:
         swap = rank.swap if self.rules.verifies else TrustingSwap(rank.layout, rank.caches)

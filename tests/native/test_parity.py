@@ -39,7 +39,7 @@ SHAPES = st.fixed_dictionaries(
 def layouts(draw) -> Layout:
     """Up to 18 regions of small copies, in every split; two tables of equal or other blocks.
 
-    And states, in a table of their own: one that all ranks hold, and one that they share out.
+    And pages in both; and states in a table of their own, which all ranks hold or share out.
     """
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     more = draw(st.sampled_from([1, 2, 4]))
@@ -47,6 +47,8 @@ def layouts(draw) -> Layout:
     specs = [
         LayerSpec(heads, draw(st.integers(1, 40)), value_dim=draw(st.integers(1, 40))),
         LayerSpec.latent(draw(st.integers(1, 90)), table=1),
+        LayerSpec.page(draw(st.integers(1, 300)), engine, "a"),
+        LayerSpec.page(draw(st.integers(1, 300)), engine * more, "b", table=1),
     ]
     shards = draw(st.sampled_from([s for s in (1, 2, 4) if heads % s == 0]))
     layers = draw(st.lists(st.sampled_from(specs), min_size=1, max_size=9))
@@ -104,9 +106,8 @@ def check_parity(library, device, data, layout, most_blocks) -> None:
     shape = data.draw(SHAPES)
     num_blocks = data.draw(st.integers(most_blocks // 2, most_blocks))
     case = Case.of(layout, num_blocks, device, **shape)
-    least = min(
-        filter(None, layout.geometry.tables)
-    )  # larger engine blocks need only the first ids
+    # larger engine blocks need only the first ids
+    least = min(filter(None, layout.geometry.tables))
     per_block = layout.block_tokens // least
     num_tokens = data.draw(st.integers(1, layout.block_tokens))
     used = -(-num_tokens // least)

@@ -44,7 +44,7 @@ def caches_of(
 ) -> list:
     """Returns a cache for each held layer, random or `fill`: [block, token, head, channel].
 
-    Of a layer with states: [entry, 1, 1, byte], of int8, with a gap behind each entry.
+    Of a layer with states or pages: [entry, 1, 1, byte], of int8, with a gap behind each entry.
     num_blocks: for each block table, or a single number for all of them.
     """
     caches = []
@@ -52,7 +52,7 @@ def caches_of(
         spec = layout.identity.layers[n]
         channels = spec.channels
         count = num_blocks if isinstance(num_blocks, int) else num_blocks[cells.table]
-        if spec.is_state:
+        if spec.form is not None:
             entries = torch.randint(-128, 128, (count, 1, 1, channels + 24), dtype=torch.int8)
             entries = entries if fill is None else entries.fill_(int(fill))
             caches.append(entries[..., :channels])

@@ -40,14 +40,14 @@ class Case:
     @classmethod
     def of(cls, layout, num_blocks, device, *, split, heads_outer, pad, offset, seed=0) -> Case:
         shapes = []
-        states = []
+        whole = []
         at = offset
         itemsize = layout.identity.itemsize
         for n, cells in layout.geometry.caches.items():
             spec = layout.identity.layers[n]
-            if spec.is_state:  # of any length in bytes, and with a gap behind it
+            if spec.form is not None:  # of any length in bytes, and with a gap behind it
                 row = -(-spec.channels // itemsize) + pad
-                states.append((n, at * itemsize, row * itemsize, spec.channels))
+                whole.append((n, at * itemsize, row * itemsize, spec.channels))
                 at += num_blocks * row
                 continue
             widths = [spec.head_dim, spec.channels - spec.head_dim] if split else [spec.channels]
@@ -68,7 +68,7 @@ class Case:
         layers: list[list[torch.Tensor]] = [[] for _ in layout.geometry.caches]
         for n, start, shape, strides in shapes:
             layers[n].append(torch.as_strided(flat, shape, strides, start))
-        for n, start, stride, width in states:
+        for n, start, stride, width in whole:
             layers[n].append(torch.as_strided(buffer, (num_blocks, width), (stride, 1), start))
         caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
         return cls(layout, num_blocks, buffer, caches)

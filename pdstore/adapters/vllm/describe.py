@@ -266,16 +266,15 @@ def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> Prompt
 
 def _is_named_by_tokens(request: Any, cache: PrefixCacheManager) -> bool:
     """Returns whether keys of a request's tokens can name its KV, whatever its items contain."""
-    # vLLM's CPU backend packs a block as a page. A prompt's last page may still hold KV of an
-    # earlier request after the prompt's end, so a request with a salt must not share pages.
-    has_pages = cache.namespace.fields["page"] is not None
+    # A prompt's last page may still hold KV of an earlier request after the prompt's end, so a
+    # request with a salt must not share pages. vLLM's CPU backend packs each block as a page.
     return not (
         request.prompt_token_ids is None
         or request.prompt_embeds is not None
         or request.pooling_params is not None
         or getattr(request, "resumable", False)
         or getattr(request.lora_request, "load_inplace", False)
-        or (has_pages and request.cache_salt)
+        or (cache.namespace.has_pages and request.cache_salt)
     )
 
 

@@ -237,8 +237,8 @@ class TorchSwap(Swap):
     kv_caches: for each layer one tensor [blocks, tokens of an engine block, local KV heads,
       channels] or a pair (K, V) of such tensors. The channels of a single tensor are K and then V;
       for MLA they are the latent. The last stride must be 1; the other strides may have any value.
-      For a layer with states, and for each cache of a layout with `given` geometry: a tensor
-      [blocks, ...] of any type, with the bytes of each block contiguous.
+      For a layer with states or pages, and for each cache of a layout with `given` geometry: a
+      tensor [blocks, ...] of any type, with the bytes of each block contiguous.
     Raises LayoutError for a tensor that does not fit the layout.
     """
 
