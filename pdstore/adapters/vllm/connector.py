@@ -148,7 +148,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
         vLLM clears blocks only for models with states and for KV of several types, because bytes
         of one kind may be no numbers when they are read as another. A load writes only a prompt's
-        tokens into its last block. It waits for the clearing (`loads_at_once` is False).
+        tokens into its last block. It waits for the clearing (`loads_need_no_event` is False).
         """
         return ()
 

@@ -66,10 +66,11 @@ class PDStoreConnectorWorker:
     the report without a timeout.
 
     open_saves: the saves of the current step that still wait for layers to be computed.
-    loads_at_once: True if no work of the GPU uses the blocks that vLLM gives to a load. Where steps
-      overlap, vLLM frees the blocks of an ended request only after all steps in flight (its
-      scheduler's `defer_block_free`). But it does so only in a KV consumer, and not for blocks that
-      a sliding window gives back. Blocks that a step clears for a load are in use too.
+    loads_need_no_event: True if no work of the GPU uses the blocks that vLLM gives to a load: no
+      event has to fire before the load writes them. Where steps overlap, vLLM frees the blocks of
+      an ended request only after all steps in flight (its scheduler's `defer_block_free`). But it
+      does so only in a KV consumer, and not for blocks that a sliding window gives back. Blocks
+      that a step clears for a load are in use too.
     """
 
     settings: Settings
@@ -79,7 +80,7 @@ class PDStoreConnectorWorker:
 
     def __post_init__(self) -> None:
         self.open_saves = OpenSaves()
-        self.loads_at_once = False
+        self.loads_need_no_event = False
         self._pool: KVPool | None = None
         self._rank_layout: RankLayout | None = None
         self._rows_per_block = 1
@@ -138,7 +139,7 @@ class PDStoreConnectorWorker:
         is_safe = not overlaps or config.kv_transfer_config.is_kv_consumer
         is_cleared = getattr(self.kv_cache_config, "needs_kv_cache_zeroing", False)
         needs_all = pool.namespace.continuation.needs_all
-        self.loads_at_once = is_safe and needs_all and not is_cleared
+        self.loads_need_no_event = is_safe and needs_all and not is_cleared
         self.open_saves = OpenSaves(pool.layout, layers, ends_late=ends_late)
 
     def handshake(self) -> RankLayout | None:
@@ -193,10 +194,11 @@ class PDStoreConnectorWorker:
         """Marks aborted hand-offs, and queues the loads of a step. Every step calls it.
 
         vLLM has queued on the GPU what clears the blocks of these loads, and not yet the forward.
-        Unless `loads_at_once`, the loads wait for the GPU's work so far, but not for the forward.
+        Unless `loads_need_no_event`, the loads wait for the GPU's work so far, but not for the
+        forward.
         """
         ready: ReadyEvent | None = READY_NOW
-        if metadata.loads and not self.loads_at_once:
+        if metadata.loads and not self.loads_need_no_event:
             ready = call_or(self.pool.caller_event, None)
         self._queued += [(spec, ready) for spec in metadata.loads]
         for handoff in metadata.aborted_handoffs:

@@ -290,7 +290,7 @@ def test_a_load_begins_behind_its_step_s_launch_and_waits_for_earlier_steps_only
     """Else its threads take the GIL from the one that launches, or it waits for the forward too."""
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
-    connector.worker.loads_at_once = False
+    connector.worker.loads_need_no_event = False
     events, begun = [], []
     begin_load = instance.pool.begin_load
     monkeypatch.setattr(
@@ -314,7 +314,7 @@ def test_a_load_whose_earlier_work_cannot_be_told_is_reported_all_the_same(
 ):
     keys = instance.cache.keys(range(200))
     instance.pool.save(keys, IDS).wait(10)
-    connector.worker.loads_at_once = False
+    connector.worker.loads_need_no_event = False
     caller_event = instance.pool.caller_event
     answers = iter([SwapError("captured"), caller_event()])
 
