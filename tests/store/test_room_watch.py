@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pdstore.errors import StoreUnavailable
@@ -48,3 +50,16 @@ def test_what_a_store_does_not_tell_is_zero(watch):
     watch(Telling(Room("k", None, None, None, "")), metrics)
     watch(Scripted(), metrics)
     assert shown(metrics, "capacity_bytes") == 0
+
+
+def test_a_store_that_reads_its_keys_for_long_is_left_alone_for_longer(watch):
+    class Slow(Telling):
+        def room(self):
+            time.sleep(0.02)
+            return super().room()
+
+    store = Slow(*[Room("k", 5, 10, 100, "lru")] * 20)
+    watch(store, Metrics())
+    eventually(lambda: len(store.rooms) < 20)
+    time.sleep(0.3)  # with a pause of its interval the store would be asked 14 times
+    assert len(store.rooms) == 19
