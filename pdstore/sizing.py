@@ -94,8 +94,8 @@ class ModelShape:
 
 
 def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
-    keeps = _what_layers_keep(config)
-    num_mlps = keeps.count("") or len(keeps)  # each layer has one, unless MLPs are layers
+    types = _types_of_layers(config)
+    keeps = [_KEEPS.get(name, "tokens") for name in types]
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -123,7 +123,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         kv_elements=kv_elements,
         qk_dim=qk_dim,
         v_dim=v_dim,
-        active_params=(mixers + _mlp_params(config, num_mlps) + hidden * config["vocab_size"]),
+        active_params=(mixers + _mlp_params(config, types) + hidden * config["vocab_size"]),
         dtype=dtype,
         kv_heads=kv_heads,
         is_mla=bool(rank),
@@ -133,20 +133,20 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
     )
 
 
-def _what_layers_keep(config: Mapping[str, Any]) -> list[str]:
-    """Returns for each layer what it keeps of a prompt: "tokens", one "state", or nothing: ""."""
-    num_layers = config["num_hidden_layers"]
+def _types_of_layers(config: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the type of each layer, by which `_KEEPS` tells what it keeps of a prompt."""
     types: Sequence[str] | None = config.get("layer_types") or config.get("layers_block_type")
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: M-M*, also with E
         types = [_NEMOTRON_TYPES[letter] for letter in pattern]
-    elif linear := config.get("linear_attn_config"):  # Kimi-Linear counts layers from 1
+    if types is not None:
+        return types
+    num_layers = config["num_hidden_layers"]
+    if linear := config.get("linear_attn_config"):  # Kimi-Linear counts layers from 1
         of_states = set(linear["kda_layers"])
-        types = ["kda" if n in of_states else "attention" for n in range(1, num_layers + 1)]
-    elif types is None and (interval := config.get("full_attention_interval")):  # Qwen3-Next
-        types = ["attention" if n % interval == 0 else "mamba" for n in range(1, num_layers + 1)]
-    if types is None:
-        return ["tokens"] * num_layers
-    return [_KEEPS.get(name, "tokens") for name in types]
+        return ["kda" if n in of_states else "attention" for n in range(1, num_layers + 1)]
+    if interval := config.get("full_attention_interval"):  # Qwen3-Next
+        return ["attention" if n % interval == 0 else "mamba" for n in range(1, num_layers + 1)]
+    return ["attention"] * int(num_layers)
 
 
 def _state_bytes(config: Mapping[str, Any], dtype: str) -> int:
@@ -228,17 +228,36 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
     )
 
 
-def _mlp_params(config: Mapping[str, Any], layers: int) -> int:
+def _mlp_params(config: Mapping[str, Any], types: Sequence[str]) -> int:
     """Returns how many MLP parameters compute a token: of experts, only those that get it."""
+    if "mlp" in types or "moe" in types:
+        return _nemotron_mlp_params(config, types)
     hidden = config["hidden_size"]
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     experts = next((config[name] for name in names if config.get(name)), 0)
-    dense_layers = (config.get("first_k_dense_replace") or 0) if experts else layers
+    dense_layers = (config.get("first_k_dense_replace") or 0) if experts else len(types)
     total = dense_layers * 3 * hidden * config["intermediate_size"] if dense_layers else 0
     if experts:
         width = config.get("moe_intermediate_size") or config["intermediate_size"]
         active = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
-        total += (layers - dense_layers) * hidden * (3 * width * active + experts)
+        total += (len(types) - dense_layers) * hidden * (3 * width * active + experts)
+    return int(total)
+
+
+def _nemotron_mlp_params(config: Mapping[str, Any], types: Sequence[str]) -> int:
+    """Returns the same of Nemotron-H: its MLPs are layers, of two matrices, since none has a gate.
+
+    Experts may work on a latent, to which two matrices of the layer lead, there and back.
+    """
+    hidden = config["hidden_size"]
+    total = types.count("mlp") * 2 * hidden * _first(config, "intermediate_size")
+    if "moe" in types:
+        latent = _first(config, "moe_latent_size")
+        of_experts = config["num_experts_per_tok"] * config["moe_intermediate_size"]
+        shared = _first(config, "n_shared_experts")
+        of_shared = shared * _first(config, "moe_shared_expert_intermediate_size")
+        of_layer = 2 * (latent or hidden) * of_experts + 2 * hidden * (of_shared + latent)
+        total += types.count("moe") * (of_layer + hidden * config["n_routed_experts"])
     return int(total)
 
 

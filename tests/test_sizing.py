@@ -162,6 +162,35 @@ def test_kv_and_parameters(name, kib, billions, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "billions", "of_embedding"),
+    [("Nemotron-H-8B", 8.1, 0.54), ("Nemotron-3-Nano-30B", 3.6, 0.35)],
+)
+def test_nemotrons_mlps_have_two_matrices(name, billions, of_embedding, tmp_path):
+    """Its makers count the parameters that compute a token, and the embedding."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRIDS[name]))
+    shape = ModelShape.of_config(str(tmp_path))
+    assert shape.active_params / 1e9 + of_embedding == pytest.approx(billions, rel=0.01)
+
+
+def test_nemotrons_mlps_and_experts_count_by_the_layers_that_are_some(tmp_path):
+    """As transformers writes such a config: without the number of layers, and with both widths."""
+    config = HYBRIDS["Nemotron-3-Nano-30B"] | {"moe_latent_size": 1024, "intermediate_size": 4096}
+    del config["hybrid_override_pattern"], config["num_hidden_layers"]
+
+    def active_params(*types):
+        types = ["linear_attention", "full_attention", *types]
+        (tmp_path / "config.json").write_text(json.dumps(config | {"layers_block_type": types}))
+        return ModelShape.of_config(str(tmp_path)).active_params
+
+    of_mlp = active_params("mlp", "mlp") - active_params("mlp")
+    assert of_mlp == 2 * 2688 * 4096
+    of_experts = 6 * 2 * 1024 * 1856 + 2 * 2688 * 3712
+    assert active_params("mlp", "moe") - active_params("mlp") == (
+        of_experts + 2 * 2688 * 1024 + 2688 * 128
+    ), "six experts on the latent, the shared one, the ways to the latent and back, the router"
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "is no JSON"),

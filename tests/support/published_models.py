@@ -65,7 +65,8 @@ HYBRIDS = {
     ),
     "Nemotron-3-Nano-30B": _nemotron_h(
         _dense(52, 2688, 32, 2, 1856, 131072, head_dim=128)
-        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856},
+        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+        | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 3712},
         64,
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
