@@ -173,8 +173,8 @@ class Identity:
             if not spec.is_whole and spec.num_kv_heads % self.num_shards:
                 raise LayoutError(
                     f"{spec.num_kv_heads} KV heads do not split into {self.num_shards} shards:"
-                    " PDSTORE_KV_SHARDS and the TP size must divide them (KV heads that several"
-                    " ranks hold copies of are not supported)"
+                    " PDSTORE_KV_SHARDS and the TP size must divide them (where several ranks"
+                    " hold copies of a head, P and D need the same TP size)"
                 )
 
     @cached_property

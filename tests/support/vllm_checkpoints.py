@@ -7,8 +7,9 @@ the logprobs. Any list of numbers below VOCABULARY is a prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -191,7 +192,9 @@ def _lfm2() -> PretrainedConfig:
     )
 
 
-KINDS: dict[str, Callable[[], PretrainedConfig]] = {
+_Kinds: TypeAlias = dict[str, Callable[[], PretrainedConfig]]
+
+KINDS: _Kinds = {
     "llama": llama_config,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
@@ -202,13 +205,15 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
 }
+"""One of each family."""
+_VARIANTS: _Kinds = {"llama_one_head": partial(llama_config, num_key_value_heads=1)}
 
 
 def make_tiny(kind: str, directory: Path, seed: int = 0) -> Path:
     """Writes a checkpoint of a kind; another seed is other weights of the same shape."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(KINDS[kind](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config((KINDS | _VARIANTS)[kind](), dtype=torch.float32)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

@@ -76,13 +76,6 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
         raise LayoutError(
             f"KV groups with different block sizes, {sizes} tokens in {counts} blocks; {SEE}"
         )
-    has_copies = getattr(kv_cache_config, "kv_tp_replicas", 1) > 1
-    # each rank holds an MLA layer whole, whatever the number of heads
-    if has_copies and any(not spec.is_whole for spec in layers.values()):
-        raise LayoutError(
-            "the model has fewer KV heads than ranks, which pdstore does not support: use a smaller"
-            " tensor-parallel size"
-        )
     return in_order(layers)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -35,11 +34,6 @@ from pdstore.adapters.vllm.describe import (
 from pdstore.errors import ConfigError, LayoutError
 from tests.adapters.vllm.standins import GROUP, vllm_request
 from tests.support.instances import instance as instance
-
-PLANNING = importlib.util.find_spec("vllm.v1.core.kv_cache_planning")  # from vLLM 0.33 on
-PLANNED_BY = importlib.import_module(f"vllm.v1.core.kv_cache_{'planning' if PLANNING else 'utils'}")
-TELLS_COPIES = hasattr(PLANNED_BY, "kv_cache_groups_tp_replicas")
-"""False before vLLM 0.31: nobody is told that ranks hold the same heads."""
 
 
 def config_of(kv_role="kv_both", **extra):
@@ -149,7 +143,6 @@ def described(described_groups):
 
     def describe(kind, tp_size=1, tp_rank=0, spec=None, names=NAMES, **model):
         shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
-        shape |= {"max_tp_shards": 1} if TELLS_COPIES else {}
         spec = kind(**{**shape, "dtype": torch.float32, **(spec or {})})
         groups = [KVCacheGroupSpec(names, spec)]
         pages = (4, 1, 16, spec.head_size + getattr(spec, "head_size_v", 0))
@@ -165,8 +158,7 @@ def described_groups(monkeypatch):
 
     def describe(groups, tensors, tp_size=1, tp_rank=0, **model):
         caches = KVCacheConfig(4, [], groups)
-        if TELLS_COPIES:
-            caches.kv_tp_replicas = PLANNED_BY.kv_cache_groups_tp_replicas(groups, tp_size)
+        caches.kv_tp_replicas = tp_size  # vLLM says so of MLA, whose ranks hold the same
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
             compilation_config=SimpleNamespace(static_forward_context={}),
@@ -191,9 +183,15 @@ def test_every_rank_holds_mlas_latent(described):
     assert len({namespace.digest for namespace in fields}) == 1
 
 
-def test_ranks_that_hold_copies_of_heads_are_refused(described):
-    with pytest.raises(LayoutError, match="fewer KV heads"):
-        described(FullAttentionSpec, tp_size=2)
+def test_copies_of_a_head_count_as_heads_of_the_ranks_that_hold_them(described):
+    ranks = [described(FullAttentionSpec, tp_size=2, tp_rank=rank) for rank in range(2)]
+    assert {spec.num_kv_heads for layout in ranks for spec in layout.identity.layers} == {2}
+    first, second = (set(layout.owned_parts) for layout in ranks)
+    assert not first & second
+    alone = described(FullAttentionSpec)
+    settings = settings_of(config_of())
+    digests = {layout.namespace(settings, weights="w").digest for layout in (*ranks, alone)}
+    assert len(digests) == 2, "P and D of unequal TP sizes find nothing of each other"
 
 
 INDEXER = "model.layers.1.self_attn.indexer.k_cache"

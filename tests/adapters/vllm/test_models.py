@@ -128,16 +128,18 @@ def test_windows_that_calls_miss_are_computed_by_a_p_and_a_d_that_are_asked_at_o
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "options"), [("llama", ()), ("mla", MLA)], ids=["llama", "mla"])
-def test_two_tensor_parallel_ranks_load_and_save_what_they_hold(instances, kind, options):
-    ranks = ("--tensor-parallel-size=2", *options)
+@pytest.mark.parametrize("kind", ["llama", "llama_one_head", "mla"])
+def test_two_tensor_parallel_ranks_load_and_save_what_they_hold(instances, kind):
+    ranks = ("--tensor-parallel-size=2", *(MLA if kind == "mla" else ()))
     p, d = instances(kind, ("prefill", "decode"), *ranks, **PATIENT)
     for num_tokens in (63, 64, 900):
         prompt = new_prompt(num_tokens)
         since = Since(d)
         answer = ask(d, prompt, kv_transfer_params=prefill(p, prompt))
         assert since.computed <= 1
-        assert since.loaded == num_tokens  # by each rank: its half of the heads, or MLA's latent
+        assert (
+            since.loaded == num_tokens
+        )  # by each rank: its head, its copy of the one head, or MLA's latent
         answer.assert_same(alone(d, prompt))
     assert_idle(p)
     assert_idle(d)
