@@ -58,7 +58,6 @@ class Calls:
     """Asks Ps and Ds over one HTTP client.
 
     prefill_s: seconds that P may take until its answer is whole.
-    takes_ids: True if D takes a chat's prompt as token ids; None before a D was asked.
     """
 
     def __init__(
@@ -75,7 +74,8 @@ class Calls:
         self.counts = counts
         self.prefill_s = prefill_s
         self.timeline = Timeline()
-        self.takes_ids: bool | None = None
+        self._takes_ids: bool | None = None
+        self._num_outages_then = 0  # of D's, when `_takes_ids` was told
         self._repeats = Repeats()
         self._opened: dict[str, list[Upstream]] = {}  # by request
 
@@ -83,6 +83,21 @@ class Calls:
     def upstreams(self) -> list[Upstream]:
         """Every instance, the Ps first."""
         return self.prefills.upstreams + self.decodes.upstreams
+
+    @property
+    def takes_ids(self) -> bool | None:
+        """True if D takes a chat's prompt as token ids.
+
+        None before a D has told it, and again when a D could not be reached since then: the one
+        that comes back may be of another version.
+        """
+        is_of_now = self._num_outages_then == self.decodes.num_outages
+        return self._takes_ids if is_of_now else None
+
+    def note_ids(self, are_taken: bool | None) -> None:
+        """Notes what a D has told just now: see `takes_ids`."""
+        self._takes_ids = are_taken
+        self._num_outages_then = self.decodes.num_outages
 
     async def prefill_answer(self, asked: Asked, params: Json) -> Json | None:
         """Prefills on one P. Returns P's answer; None if no P could be asked or could do it.

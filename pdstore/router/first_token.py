@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 from typing_extensions import Self
 
 from pdstore.router.answers import WholeAnswer
-from pdstore.router.bodies import Json, Refusal, parse
+from pdstore.router.bodies import Json, parse
 from pdstore.router.intake import Asked
 
 Part: TypeAlias = dict[str, Any]
@@ -105,6 +105,10 @@ class FirstToken:
     def rest_of(self, asked: Asked) -> Asked:
         """Returns the request for the rest of the answer: its prompt is a token longer."""
         return replace(asked, body=self._body_of_rest() | {"prompt": self._prompt_of_rest})
+
+    def is_continued_by(self, answer: Part) -> bool:
+        """True if D's answer, or the first part of its stream, goes on behind this token."""
+        return True
 
     def parts(self) -> list[Part]:
         """Returns the parts of a stream with this token: what comes before D's, or all if last."""
@@ -284,8 +288,31 @@ class FirstChatToken(FirstToken):
         body = self._body_of_rest() | {"return_token_ids": True}
         return replace(asked, body=body, prompt_ids=self._prompt_of_rest)
 
-    def is_taken(self, answer: Part) -> bool:
-        """True if this is D's answer to the ids, and not to the messages."""
+    def rest_in_words(self, asked: Asked) -> Asked:
+        """Returns the request for the rest of the answer, for a D that takes no token ids.
+
+        The last message is this token's text, which D is to continue. Whether D's tokens are those
+        of the prompt and this token, its answer tells.
+        """
+        messages = self.body["messages"]
+        assert isinstance(messages, list)
+        text = self._choice["message"]["content"]
+        last = messages[-1].get("content")
+        if self.body.get("continue_final_message") and isinstance(last, str):
+            messages, text = messages[:-1], last + text
+        body = self._body_of_rest() | {
+            "messages": [*messages, {"role": "assistant", "content": text}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "return_token_ids": True,
+        }
+        return replace(asked, body=body)
+
+    def is_continued_by(self, answer: Part) -> bool:
+        """True if D's answer, or the first part of its stream, goes on behind this token.
+
+        D's answer to the messages begins with its own first token: the client's second.
+        """
         return bool(answer.get("prompt_token_ids") == self._prompt_of_rest)
 
     def _head(self) -> Part:
@@ -309,15 +336,8 @@ class FirstChatToken(FirstToken):
         return choice | {"delta": delta}
 
     def _counted(self, answer: Part) -> Part:
-        """Returns D's answer under P's id, with the client's own prompt.
-
-        Raises Refusal if D has answered the messages: its first token would be the client's second.
-        """
+        """Returns D's answer under P's id, with the client's own prompt."""
         ids = answer.get("prompt_token_ids")
-        if ids is not None and not self.is_taken(answer):
-            raise Refusal.saying(
-                502, "D takes no token ids in chats, unlike a D that was asked before"
-            )
         counted = super()._counted(answer)
         if ids is not None:
             is_whole = "delta" not in answer["choices"][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import anyio
 import httpx
@@ -24,6 +24,10 @@ _DONE = b"data: [DONE]\n\n"
 _KINDS = {"/v1/completions": FirstToken, "/v1/chat/completions": FirstChatToken}
 
 
+class IdsIgnored(Refusal):
+    """D has answered a chat's messages, and not the token ids that it got instead of them."""
+
+
 class SplicedExchange(Exchange):
     """Answers with P's first token, and then with what D decodes after it.
 
@@ -32,6 +36,10 @@ class SplicedExchange(Exchange):
     as by Exchange; so is a chat unless D has said that it takes token ids. If P's token cannot be
     shown alone, D gets the prompt with the same hand-off, or with a second one that leaves out the
     last token: a model with states needs it.
+
+    If a D that took token ids was replaced by one that does not, its answer shows it. Then the chat
+    is answered as by Exchange; but if P's token is with the client already, D is asked to continue
+    it as a message.
     """
 
     async def _answer(self, group: anyio.abc.TaskGroup) -> OpenAnswer:
@@ -50,13 +58,18 @@ class SplicedExchange(Exchange):
             return await super()._answer(group)  # D has no state before the prompt's last token
         if first is None:
             return await self._decode(asked, params)
-        self._calls.counts.spliced.inc()
         if asked.body.get("stream"):
+            self._calls.counts.spliced.inc()
             return OpenAnswer(200, _EVENT_STREAM, self._stream(first, params))
-        return await self._whole(first, params)
+        try:
+            whole = await self._whole(first, params)
+        except IdsIgnored:
+            return await super()._answer(group)
+        self._calls.counts.spliced.inc()
+        return whole
 
     async def _takes_ids(self) -> bool:
-        """Returns whether D takes a chat's prompt as token ids: it is asked once for all.
+        """Returns whether D takes a chat's prompt as token ids: asked once, until a D was down.
 
         It is asked before P, whose hand-off depends on the answer, and without a hand-off, which it
         could refuse. If D does not say, the next chat asks again.
@@ -64,7 +77,7 @@ class SplicedExchange(Exchange):
         calls = self._calls
         if calls.takes_ids is None:
             answer = await calls.answer_of_decode(FirstChatToken.question(self._asked))
-            calls.takes_ids = FirstChatToken.are_ids_taken(answer)
+            calls.note_ids(FirstChatToken.are_ids_taken(answer))
         if calls.takes_ids is None:
             words = (
                 "%s: D did not say whether it takes token ids in chats%s. It gives the first token"
@@ -80,7 +93,18 @@ class SplicedExchange(Exchange):
         body = await self._all_of(rest)
         if rest.status != 200:
             return OpenAnswer.made(rest.status, rest.headers, body)
-        return OpenAnswer.made(200, _JSON, encode(first.with_rest(parse(body))))
+        answer = parse(body)
+        self._check_continues(first, answer)
+        return OpenAnswer.made(200, _JSON, encode(first.with_rest(answer)))
+
+    def _check_continues(self, first: FirstToken, answer: Json) -> None:
+        """Raises IdsIgnored, and notes it, if D's answer does not go on behind the first token."""
+        if first.is_continued_by(answer):
+            return
+        self._calls.note_ids(False)
+        words = "%s: D takes no token ids in chats any more: it gives the first token from now on"
+        self._calls.log_unless_recent("ids ignored", words, self._asked.request_id)
+        raise IdsIgnored.saying(502, "D takes no token ids in chats, unlike a D before")
 
     async def _all_of(self, answer: OpenAnswer) -> bytes:
         """Returns the body of D's answer, and closes it.
@@ -105,17 +129,42 @@ class SplicedExchange(Exchange):
             yield _DONE
             return
         try:
-            rest = await self._decode(first.rest_of(self._asked), params)
-            async with contextlib.aclosing(rest):
-                if rest.status == 200:
-                    async for line in _lines(rest.chunks):
-                        yield _spliced(first, line)
-                    return
-                error = await gather(rest.chunks)
+            try:
+                asked = first.rest_of(self._asked)
+                async with contextlib.aclosing(self._rest(first, asked, params)) as lines:
+                    async for line in lines:
+                        yield line
+            except IdsIgnored:
+                assert isinstance(first, FirstChatToken)
+                asked = first.rest_in_words(self._asked)
+                async with contextlib.aclosing(self._rest(first, asked, None)) as lines:
+                    async for line in lines:
+                        yield line
         except Refusal as refusal:
-            error = refusal.body
-        yield _DATA + error.replace(b"\n", b" ") + b"\n\n"
-        yield _DONE
+            yield _DATA + refusal.body.replace(b"\n", b" ") + b"\n\n"
+            yield _DONE
+
+    async def _rest(
+        self, first: FirstToken, asked: Asked, params: Json | None
+    ) -> AsyncGenerator[bytes]:
+        """Yields the lines of D's stream as they read behind the first token.
+
+        Raises Refusal: before the first line, with D's answer if that is an error.
+        """
+        answer = await self._decode(asked, params)
+        async with contextlib.aclosing(answer):
+            if answer.status != 200:
+                raise Refusal(answer.status, await gather(answer.chunks))
+            is_begun = False
+            async for line in _lines(answer.chunks):
+                if not line.startswith(_DATA + b"{"):
+                    yield line + b"\n"
+                    continue
+                part = json.loads(line.removeprefix(_DATA))
+                if not is_begun and "error" not in part:
+                    self._check_continues(first, part)
+                is_begun = True
+                yield _DATA + encode(part if "error" in part else first.next_part(part)) + b"\n"
 
 
 def _is_exact(params: Json | None) -> bool:
@@ -126,14 +175,6 @@ def _is_exact(params: Json | None) -> bool:
 
 def _event(part: Json) -> bytes:
     return _DATA + encode(part) + b"\n\n"
-
-
-def _spliced(first: FirstToken, line: bytes) -> bytes:
-    """Returns a line of D's stream as it reads behind the first token."""
-    if not line.startswith(_DATA + b"{"):
-        return line + b"\n"
-    part = json.loads(line.removeprefix(_DATA))
-    return _DATA + encode(part if "error" in part else first.next_part(part)) + b"\n"
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -25,6 +25,7 @@ class Upstream:
     down_until: until then the others are asked first.
     skipped_until: until then nobody waits for it; None unless it let a request wait in vain.
     num_open: requests that it has and has not answered.
+    num_outages: how often it could not be reached after it could; another one may come back.
     """
 
     url: str
@@ -32,9 +33,11 @@ class Upstream:
     down_until: float = 0.0
     skipped_until: float | None = None
     num_open: int = 0
+    num_outages: int = 0
 
     def went_down(self) -> None:
         """Notes that it could not be reached: for a while the others are asked first."""
+        self.num_outages += self.down_until == 0.0
         self.down_until = time.monotonic() + _RETRY_INTERVAL_S
 
     def way_to(self, error: str) -> str:
@@ -85,6 +88,11 @@ class Rotation:
         self.upstreams = [Upstream(url.rstrip("/"), role) for url in urls]
         self._affinity = Affinity() if by_prefix else None
         self._first = 0
+
+    @property
+    def num_outages(self) -> int:
+        """How often one of the instances could not be reached after it could."""
+        return sum(upstream.num_outages for upstream in self.upstreams)
 
     def in_turn(self, body: Json | None = None) -> list[Upstream]:
         """Returns every instance, in the order to try them for one request with this body."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from tests.support.router_kit import Fake, metric, routed, says
+from tests.support.router_kit import Fake, metric, routed, says, streams
 
 pytestmark = pytest.mark.anyio
 
@@ -55,18 +57,33 @@ class Prefill(Fake):
 
 
 class Decode(Fake):
-    """A D that takes token ids or not, and refuses to compute behind the hand-offs in `lost`."""
+    """A D that takes token ids or not, and refuses to compute behind the hand-offs in `lost`.
 
-    def __init__(self, lost: list[dict[str, Any]], *, takes_ids: bool) -> None:
+    continues: True if it goes on behind an assistant's last message.
+    """
+
+    def __init__(
+        self, lost: list[dict[str, Any]], *, takes_ids: bool, continues: bool = True
+    ) -> None:
         super().__init__(self._decode)
         self._lost = lost
-        self._takes_ids = takes_ids
+        self._continues = continues
+        self.takes_ids = takes_ids
 
     async def _decode(self, body: dict[str, Any]) -> Response:
         if handed(body) is not None and handed(body) in self._lost:
             return JSONResponse({"error": LOST}, 502)
         ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        return JSONResponse(chat_answer(" b", [8], ids if ids and self._takes_ids else PROMPT))
+        prompt = ids if ids and self.takes_ids else PROMPT
+        if body.get("continue_final_message") and self._continues and prompt is PROMPT:
+            assert body["messages"][-1] == {"role": "assistant", "content": " a"}
+            prompt = [*PROMPT, TOKEN]
+        answer = chat_answer(" b", [8], prompt)
+        if not body.get("stream"):
+            return JSONResponse(answer)
+        choice = answer["choices"][0]
+        part = answer | {"choices": [choice | {"delta": choice.pop("message")}]}
+        return Response(f"data: {json.dumps(part)}\n\ndata: [DONE]\n\n")
 
 
 async def test_a_d_that_takes_ids_is_asked_once_and_goes_on_behind_p_s_token() -> None:
@@ -128,3 +145,78 @@ async def test_a_chat_that_is_prefilled_again_is_decoded_with_the_last_hand_off(
         assert await metric(client, "router_lost_handoffs_total") == 1
     assert [handed(body) for body in d.bodies if handed(body)] == p.given
     assert len(p.given) == 2
+
+
+def questions(d: Fake) -> int:
+    """How often a D was asked whether it takes token ids."""
+    return sum(body["max_tokens"] == 1 for body in d.bodies)
+
+
+async def test_a_chat_is_answered_by_a_d_that_replaces_one_that_took_token_ids() -> None:
+    """Its answer tells, so no chat asks again, and the next ones go the ordinary way."""
+    p, d = Prefill(), Decode([], takes_ids=True)
+    async with routed([p], [d], first_token="prefill") as client:
+        assert text_of(await client.post("/v1/chat/completions", json=CHAT)) == " a b"
+        d.takes_ids = False
+        for _ in range(2):
+            assert text_of(await client.post("/v1/chat/completions", json=CHAT)) == " b"
+        assert await metric(client, "router_spliced_total") == 1
+    assert questions(d) == 1
+    assert len(p.given) == 4, "P is asked again only for the chat that was begun with its token"
+    assert handed(d.bodies[-1]) == p.given[-1]
+    assert "prompt_token_ids" not in d.bodies[-1]["kv_transfer_params"]
+
+
+async def stream_of(client: Any) -> list[Any]:
+    """The parts of a streamed chat, without its [DONE]."""
+    got = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    *parts, done, end = got.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def contents(parts: list[Any]) -> str:
+    return "".join(part["choices"][0]["delta"]["content"] for part in parts)
+
+
+async def test_a_stream_that_has_begun_is_continued_by_a_d_that_takes_no_token_ids() -> None:
+    p, d = Prefill(), Decode([], takes_ids=True)
+    async with routed([p], [d], first_token="prefill") as client:
+        assert contents(await stream_of(client)) == " a b"
+        d.takes_ids = False
+        assert contents(await stream_of(client)) == " a b"
+        assert contents(await stream_of(client)) == " b"
+    assert questions(d) == 1
+    in_ids, in_words = d.bodies[-3:-1]
+    assert in_words["max_tokens"] == in_ids["max_tokens"] == CHAT["max_tokens"] - 1
+    assert in_words["messages"][:-1] == CHAT["messages"]
+    assert in_words["add_generation_prompt"] is False
+
+
+async def test_a_stream_is_not_continued_by_an_answer_of_another_prompt() -> None:
+    d = Decode([], takes_ids=True, continues=False)
+    async with routed([Prefill()], [d], first_token="prefill") as client:
+        assert contents(await stream_of(client)) == " a b"
+        d.takes_ids = False
+        first, error = await stream_of(client)
+        assert contents([first]) == " a"
+        assert "takes no token ids" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("took_ids", [True, False])
+async def test_a_d_that_was_away_is_asked_again_what_it_takes(took_ids: bool) -> None:
+    async def breaks() -> AsyncIterator[bytes]:
+        yield b" "
+        raise ConnectionError
+
+    p, d = Prefill(), Decode([], takes_ids=took_ids)
+    async with routed([p], [d], first_token="prefill") as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+        d.probed, d.takes_ids = streams(breaks), not took_ids
+        for _ in range(2):
+            assert (await client.get("/health")).json()["status"] == "down"
+        for _ in range(2):
+            got = text_of(await client.post("/v1/chat/completions", json=CHAT))
+            assert got == (" b" if took_ids else " a b")
+    assert questions(d) == 2
+    assert len(p.given) == 3
