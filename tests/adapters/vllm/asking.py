@@ -7,7 +7,7 @@ import json
 import random
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.adapters.vllm.servers import Server
+from tests.support.file_pool import Losses
 from tests.support.kv import eventually
 
 ANSWER_S, IDLE_S = 60.0, 30.0
@@ -194,3 +195,20 @@ class Since:
     @property
     def loaded(self) -> float:
         return self["pdstore_tokens_total:loaded"]
+
+
+def answers_after_losses(
+    p: Server, d: Server, losses: Losses, lengths: Iterable[int]
+) -> Iterator[tuple[list[int], Answer]]:
+    """Yields prompts of these lengths, and what D answers after the pool has lost P's values.
+
+    Of a hand-off that lost none D computes one token.
+    """
+    for length in lengths:
+        prompt = new_prompt(length)
+        params = prefill(p, prompt)
+        assert_idle(p)  # P has saved all
+        num_lost, since = losses.lose(), Since(d)
+        answer = ask(d, prompt, kv_transfer_params=params)
+        assert num_lost or since.computed <= 1, length
+        yield prompt, answer

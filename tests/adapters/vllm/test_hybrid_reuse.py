@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adapters.vllm.asking import Since, ask, assert_idle, forget, new_prompt, prefill
+from tests.adapters.vllm.asking import (
+    Since,
+    answers_after_losses,
+    ask,
+    assert_idle,
+    forget,
+    new_prompt,
+    prefill,
+)
 from tests.adapters.vllm.replaying import CACHED, FAMILIES, instances
 from tests.support.file_pool import Losses
 
@@ -125,13 +133,7 @@ def test_d_computes_what_a_pool_has_lost_before_it_looks(launcher, checkpoints, 
         store = f"file://{tmp_path}/pool"
         p, d = (made.start(role[0], store, role) for role in ("prefill", "decode"))
         made.wait_ready()
-        for number in range(40):
-            prompt = new_prompt(60 + 21 * number)
-            params = prefill(p, prompt)
-            assert_idle(p)
-            lost, since = losses.lose(), Since(d)
-            answer = ask(d, prompt, kv_transfer_params=params)
-            assert lost or since.computed <= 1
+        for prompt, answer in answers_after_losses(p, d, losses, range(60, 900, 21)):
             made.assert_exact(answer, d, prompt)
         *of_states, of_kv = (losses.by_group[group] for group in sorted(losses.by_group))
         assert any(of_states)

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.vllm.asking import Since, alone, ask, assert_idle, at_once, new_prompt, prefill
+from tests.adapters.vllm.asking import (
+    Since,
+    alone,
+    answers_after_losses,
+    ask,
+    assert_idle,
+    at_once,
+    new_prompt,
+    prefill,
+)
 from tests.adapters.vllm.conftest import SCHEMES, pool_url, switched_on
 from tests.support.file_pool import Losses
 from tests.support.vllm_draft import make_draft
@@ -99,13 +108,7 @@ def test_windows_of_which_a_pool_has_lost_a_part_are_computed(instances, tmp_pat
     losses = Losses(tmp_path / "pool", LOSSES)
     options = ("--num-gpu-blocks-override=256",)
     p, d = instances(kind, ("prefill", "decode"), *options, store=f"file://{tmp_path}/pool")
-    for number in range(24):
-        prompt = new_prompt(100 + 33 * number)
-        params = prefill(p, prompt)
-        assert_idle(p)
-        lost, since = losses.lose(), Since(d)
-        answer = ask(d, prompt, kv_transfer_params=params)
-        assert lost or since.computed <= 1
+    for prompt, answer in answers_after_losses(p, d, losses, range(100, 892, 33)):
         answer.assert_same(alone(d, prompt))
     assert all(losses.by_group.values()), losses.by_group
 
