@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from pdstore.router.first_token import FirstChatToken, first_body
+from pdstore.router.intake import Asked
 from tests.adapters.vllm.asking import (
     ANSWER_S,
     MAX_DIFFERENCE,
@@ -102,3 +104,25 @@ def test_a_chat_goes_on_behind_p_s_token_in_token_ids(pair, router):
         assert logprobs_of(answer) == pytest.approx(logprobs_of(expected), abs=MAX_DIFFERENCE)
         assert since.loaded > 0
     assert num_spliced(router) > before, "every first token was half a character"
+
+
+def test_a_d_that_takes_no_token_ids_goes_on_behind_p_s_token_as_a_message(pair):
+    """The prompt of the message has the ids of the prompt and of the token."""
+    url = pair.p.url + "/v1/chat/completions"
+    asked_for = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    for number in range(20):
+        text = f"2 words and {number} words. " * 12
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+        asked = first_body(body) | asked_for
+        answer = httpx.post(url, json=asked, timeout=ANSWER_S, trust_env=False).json()
+        first = FirstChatToken.found_in(body, answer)
+        if first is not None:
+            break
+    else:
+        pytest.fail("every first token was half a character")
+    rest = chat(pair.d, text, **first.rest_in_words(Asked("", body, {})).body)
+    assert first.is_continued_by(rest[0])
+    expected = said(chat(pair.d, text, cache_salt="in words"))
+    begun = answer["choices"][0]
+    assert begun["message"]["content"] + said(rest)["text"] == expected["text"]
+    assert begun["token_ids"] + said(rest)["ids"] == expected["ids"]
