@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -365,28 +365,44 @@ def usable_and_shared(store: Store, keys: PromptKeys) -> tuple[int, int]:
 def _last_with_states(store: Store, keys: PromptKeys, count: int) -> int:
     """Returns the last of the first `count` blocks after which an engine can continue; 0 if none.
 
-    Only of KV groups that do not need all blocks. States are few and far apart, so one search asks
-    for those after every block; the match after it leases what an engine loads. A store that cannot
-    search is asked for the last few ends, one after the other.
+    Only of KV groups that do not need all blocks.
     """
-    continuation = keys.namespace.continuation
-    parts = [part for part in keys.namespace.parts if part.group in continuation.needs]
-    every = keys.store_keys(parts, 0, count)
-
-    def needed(number: int) -> list[BlockKey]:
-        end = keys.end_of(number)
-        blocks = [continuation.blocks(part.group, end) for part in parts]
-        return [every[n * len(parts) + i] for i, of in enumerate(blocks) for n in of]
-
-    ends: Iterable[int] = range(count, 0, -1)
-    if (finder := store.optional(FindsKeys)) is not None:
-        stored = stored_among(finder.which_stored(every), every, store)
-        ends = (number for number in ends if stored.issuperset(needed(number)))
-    for number in itertools.islice(ends, _MAX_GAPS):
-        wanted = needed(number)
+    for number in itertools.islice(_ends_with_states(store, keys, count), _MAX_GAPS):
+        wanted = [*_needed_after(keys, number)]
         if _match(store, wanted) == len(wanted):
             return number
     return 0
+
+
+def _ends_with_states(store: Store, keys: PromptKeys, count: int) -> Iterator[int]:
+    """Yields the blocks after which an engine may be able to continue, from the last one on.
+
+    A prompt that was handed over has its states at its end, so a prompt of which the first `count`
+    blocks are all is asked for these alone. Else states are few and far apart, so one search asks
+    for those after every block; the match of an end leases what an engine loads. A store that
+    cannot search is asked for the last few ends, one after the other.
+    """
+    finder = store.optional(FindsKeys)
+    if finder is None:
+        yield from range(count, 0, -1)
+        return
+    if count == len(keys):
+        yield count
+    needs = keys.namespace.continuation.needs
+    every = keys.store_keys([p for p in keys.namespace.parts if p.group in needs], 0, count)
+    stored = stored_among(finder.which_stored(every), every, store)
+    for number in range(count, 0, -1):
+        if all(key in stored for key in _needed_after(keys, number)):
+            yield number
+
+
+def _needed_after(keys: PromptKeys, num_blocks: int) -> Iterator[BlockKey]:
+    """Yields the keys that must be there after so many blocks, where not all blocks must be."""
+    continuation, end = keys.namespace.continuation, keys.end_of(num_blocks)
+    for part in keys.namespace.parts:
+        if part.group in continuation.needs:
+            blocks = continuation.blocks(part.group, end)
+            yield from keys.store_keys([part], blocks.start, blocks.stop)
 
 
 def _match_whole(store: Store, keys: PromptKeys) -> int:

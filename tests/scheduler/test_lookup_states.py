@@ -108,12 +108,24 @@ def test_the_whole_prompt_is_found_by_the_state_after_its_last_token(store):
 def test_a_lookup_is_three_calls_of_the_store_whatever_the_prompts_length(namespace, num_tokens):
     store = Counted(MemoryStore())
     keys = keys_of(namespace, num_tokens)
-    put(store.wrapped, keys, {128})
+    put(store.wrapped, keys, {128}, without=[(len(keys) - 1, ROWS)])
     assert num_usable(store, keys) == 2
     assert [name for name, _ in store.calls] == ["match", "which_stored", "match"]
     store.calls.clear()
     assert num_usable(store, PromptKeys(namespace).extend(range(9000, 9000 + num_tokens))) == 0
     assert [name for name, _ in store.calls] == ["match"], "the pool has nothing of it"
+
+
+@pytest.mark.parametrize("namespace", [HYBRID, WITH_WINDOW])
+def test_a_prompt_that_was_handed_over_is_found_without_a_search(namespace):
+    """D waits for this answer, and the keys of all states of a long prompt take long to make."""
+    store, keys = Counted(MemoryStore()), keys_of(namespace, 500)
+    put(store.wrapped, keys, {128, 500})
+    found = find(store, keys)
+    assert (found.num_tokens, found.reason) == (500, None)
+    assert [name for name, _ in store.calls] == ["match", "match"]
+    store.remove([keys.store_keys([Part(STATE, 0)])[-1]])
+    assert num_usable(store, keys) == 2, "the state before it is searched for then"
 
 
 @pytest.mark.parametrize(("ends", "usable"), [({64 * 13}, 13), ({64 * 12}, 0)])
