@@ -52,6 +52,11 @@ class Values:
     def __getitem__(self, part: slice) -> Values:
         return Values(*[column[part] for column in vars(self).values()])
 
+    def __add__(self, others: Values) -> Values:
+        """Returns these values and then the others."""
+        columns = zip(vars(self).values(), vars(others).values(), strict=True)
+        return Values(*[[*ours, *theirs] for ours, theirs in columns])
+
     def chosen(self, indices: Sequence[int]) -> Values:
         """Returns the values at these indices."""
         return Values(*[[column[i] for i in indices] for column in vars(self).values()])

@@ -7,6 +7,8 @@ import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from pdstore.errors import LayoutError
@@ -71,12 +73,14 @@ class PromptBlocks:
     def _all(self) -> Values:
         size, keys = self.layout.block_tokens, self.keys
         num_full = keys.num_tokens // size
-        values = self._of_length(size, BlockRange(min(self.first, num_full), num_full))
+        runs = self._runs(min(self.first, num_full), num_full)
+        pieces = [self._of_length(size, run) for run in runs]
         if len(keys) > num_full:
-            tail = self._of_length(keys.tokens_of(num_full), BlockRange(num_full, num_full + 1))
-            columns = zip(vars(values).values(), vars(tail).values(), strict=True)
-            values = Values(*[[*full, *last] for full, last in columns])
-        if not self.layout.continuation.needs_all:
+            tail = BlockRange(num_full, num_full + 1)
+            pieces.append(self._of_length(keys.tokens_of(num_full), tail))
+        values = reduce(operator.add, pieces)
+        windows = self.layout.continuation.needs.keys() - self.layout.continuation.states
+        if any(NO_BLOCK in self.tables[number] for number in windows):
             there = [i for i, ids in enumerate(values.block_ids) if NO_BLOCK not in ids]
             values = values.chosen(there)
         lengths = dict.fromkeys(values.numbers, size)
@@ -85,18 +89,32 @@ class PromptBlocks:
         counted = [lengths.pop(number, 0) for number in values.numbers]
         return replace(values, num_counted=counted)
 
+    def _runs(self, first: int, stop: int) -> list[BlockRange]:
+        """Splits full blocks into runs: a block that ends at a state is a run of its own.
+
+        So no value is made of states that are not there: in a long prompt, these would be most.
+        """
+        size = self.layout.block_tokens
+        ends = {end for table in self.tables if isinstance(table, Mapping) for end in table}
+        numbers = [end // size - 1 for end in ends if end % size == 0]
+        inside = {at for n in numbers if first <= n < stop for at in (n, n + 1)}
+        edges = sorted({first, stop, *inside})
+        return [BlockRange(*run) for run in pairwise(edges)] or [BlockRange(first, stop)]
+
     def _of_length(self, num_tokens: int, blocks: BlockRange) -> Values:
-        """Returns the values of blocks that all have `num_tokens` tokens."""
+        """Returns the values of blocks that all have `num_tokens` tokens.
+
+        The parts of a block table that has nothing for these blocks are left out.
+        """
         keys = self.keys
         geometry = self.layout.geometry
-        parts = [*geometry.parts]
-        caches = [of.cache for of in geometry.parts.values()]
+        tables = {of.cache.table for of in geometry.parts.values()}
+        entries = {number: self._entries(number, num_tokens, blocks) for number in tables}
+        there = {n for n, of in entries.items() if any(NO_BLOCK not in ids for ids in of)}
+        parts = [part for part, of in geometry.parts.items() if of.cache.table in there]
+        caches = [geometry.parts[part].cache for part in parts]
         headers = [self._header(part, num_tokens) for part in parts]
         starts = [block.start_of(header)[:-16] for header in headers]  # without the prefix hash
-        entries = {
-            number: self._entries(number, num_tokens, blocks)
-            for number in {cache.table for cache in caches}
-        }
         count = len(range(*blocks))
         return Values(
             keys=keys.store_keys(parts, *blocks),

@@ -12,11 +12,12 @@ from pdstore.engine.self_test import self_test
 from pdstore.errors import LayoutError, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.continuation import NO_BLOCK
-from pdstore.format.keys import Part
+from pdstore.format.keys import Part, PromptKeys
 from pdstore.format.layout import Layout, Pipeline
 from pdstore.format.plan import Announcement, SavePlan
 from pdstore.store import open_store
 from pdstore.testing.values import get
+from pdstore.worker.values import PromptBlocks
 from tests.support.kv import POISON, Instance, caches_of, eventually, settings_of
 from tests.worker.test_mover import flip, plant
 
@@ -99,6 +100,23 @@ def test_d_goes_on_from_ps_tokens_and_the_state_after_them(half, num_tokens, p_c
     tables = tables_of(D_ROWS, num_tokens, entry=2)
     assert d.pool.load(found.keys, tables).wait(10) == JobResult(num_tokens)
     assert_moved(p, d, num_tokens)
+
+
+@pytest.mark.parametrize("first", [0, 2, 30])
+def test_no_value_is_made_of_a_state_that_is_not_there(half, monkeypatch, first):
+    """In a long prompt these would be most of all values, and no load begins before it has them."""
+    p, make_keys, made = half(), PromptKeys.store_keys, []
+    keys = p.cache.keys(range(BLOCK * 40 + 9))
+    states = {end: end // BLOCK for end in (64, 1920, 1984, keys.num_tokens)}
+    monkeypatch.setattr(
+        PromptKeys, "store_keys", lambda *of: made.append(make_keys(*of)) or made[-1]
+    )
+    values = PromptBlocks(p.layout, keys, [states, states, range(164)], first).values_from(first)
+    ends = [(n, keys.end_of(n + 1)) for n in range(first, 41)]
+    wanted = [(n, p) for n, end in ends for p in (*STATES, OF_FULL)[0 if end in states else 2 :]]
+    assert [*zip(values.numbers, values.parts, strict=True)] == wanted
+    assert values.keys == [make_keys(keys, [part], n, n + 1)[0] for n, part in wanted]
+    assert [key for some in made for key in some] == values.keys
 
 
 @pytest.mark.parametrize(("shared", "usable", "entry"), [(300, 256, 3), (200, 128, 1), (100, 0, 0)])
