@@ -47,6 +47,17 @@ def encode(body: Json) -> bytes:
     return text.encode()
 
 
+def encode_field(body: Json, name: str) -> bytes:
+    """Returns one field of a body as JSON, for `encode_beside`. Raises ValueError as `encode`."""
+    return encode({name: body[name]})[1:-1]
+
+
+def encode_beside(body: Json, name: str, field: bytes) -> bytes:
+    """Returns a body as JSON, of which one field is encoded already. Raises ValueError."""
+    others = encode({each: body[each] for each in body if each != name})[1:-1]
+    return b"{%s}" % b",".join(filter(None, (field, others)))
+
+
 def prefill_body(body: Json, params: Json) -> Json:
     """Returns P's request: the same prompt and one token, since P's work ends with the KV.
 

@@ -13,6 +13,7 @@ from pdstore.router.bodies import (
     Refusal,
     decode_body,
     encode,
+    encode_beside,
     message_of,
     parse,
     prefill_body,
@@ -106,7 +107,7 @@ class Calls:
         done so because of this request, which must not take the others down too: D computes.
         Raises Refusal with P's answer when P says that the request itself is wrong (4xx).
         """
-        content = _content(prefill_body(asked.body, params))
+        content = _content(asked, prefill_body(asked.body, params))
         for upstream in self.prefills.in_turn(asked.body):
             if upstream.is_skipped(self.prefill_s):
                 continue
@@ -159,7 +160,7 @@ class Calls:
         full, the last one's answer is returned. Raises Refusal if D did not answer (502, 504) or
         none could be reached (503).
         """
-        content = _content(decode_body(asked.body, params, asked.prompt_ids))
+        content = _content(asked, decode_body(asked.body, params, asked.prompt_ids))
         full: httpx.Response | None = None
         for upstream in self.decodes.in_turn(asked.body):
             answer = await self._decode_on(upstream, asked, content)
@@ -199,7 +200,7 @@ class Calls:
 
         Returns its whole answer, of any status; None if no D could be reached or one gave none.
         """
-        content = _content(decode_body(question.body, None, question.prompt_ids))
+        content = _content(question, decode_body(question.body, None, question.prompt_ids))
         for upstream in self.decodes.in_turn():
             request = self._request(upstream, question, content)
             try:
@@ -291,8 +292,11 @@ def _hint_of(answer: WholeAnswer) -> str:
     return _BETWEEN if is_of_a_proxy else ""
 
 
-def _content(body: Json) -> bytes:
+def _content(asked: Asked, body: Json) -> bytes:
+    """Returns as JSON a body for P or D that was made from the client's."""
     try:
+        if "prompt" in body:
+            return encode_beside(body, "prompt", asked.prompt_field)
         return encode(body)
     except ValueError as error:
         raise Refusal.saying(400, f"the body cannot be used: {error}") from error

@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import anyio
 import h11
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pdstore.router.bodies import Json, Refusal, parse
+from pdstore.router.bodies import Json, Refusal, encode_field, parse
 
 MAX_REQUEST_ID_CHARS = 256
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
@@ -44,6 +45,14 @@ class Asked:
         """True if one hand-off cannot stand for all: P answers with that of the first prompt."""
         prompt = self.body.get("prompt")
         return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+    @cached_property
+    def prompt_field(self) -> bytes:
+        """The body's prompt as JSON, which P's and D's requests share. Raises ValueError.
+
+        Making it of 32,768 token ids takes 2.5 ms, for which D's request need not wait then.
+        """
+        return encode_field(self.body, "prompt")
 
     @property
     def request_id(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,6 +42,33 @@ async def test_relay_asks_p_for_one_token_and_gives_d_what_p_said() -> None:
     ids = {fake.headers[0]["x-request-id"] for fake in (p, d)}
     assert ids == {answer.headers["x-request-id"]}
     assert all(fake.headers[0]["authorization"] == "B k" for fake in (p, d))
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], "Hello", ["Hello", "you"], None])
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 9}])
+async def test_a_prompt_is_encoded_before_p_is_asked_and_not_again(
+    monkeypatch: pytest.MonkeyPatch, prompt: object, more: dict[str, Any]
+) -> None:
+    """Of many token ids this takes milliseconds, for which D would wait after P's answer."""
+    encoded = []
+    dumps = json.dumps
+
+    def spy(body: object, **options: Any) -> str:
+        encoded.append(body)
+        return dumps(body, **options)
+
+    p, d = Fake(says({"kv_transfer_params": PARAMS})), Fake(says({"id": "d"}))
+    async with routed([p], [d]) as client:
+        monkeypatch.setattr(json, "dumps", spy)
+        await client.post("/v1/completions", json={"prompt": prompt} | more)
+        await client.post("/v1/completions", json={"messages": prompt} | more)
+    of_prompt = [body for body in encoded if isinstance(body, dict) and "prompt" in body]
+    assert of_prompt == [{"prompt": prompt}]
+    assert [body.get("prompt", body.get("messages")) for body in p.bodies] == [prompt] * 2
+    params = (
+        {} if isinstance(prompt, list) and prompt[0] == "Hello" else {"kv_transfer_params": PARAMS}
+    )
+    assert d.bodies[0] == {"prompt": prompt} | more | params
 
 
 async def test_a_stream_is_not_buffered() -> None:
