@@ -207,7 +207,10 @@ _REMEDIES = {
         "make it equal, by PDSTORE_BLOCK_TOKENS; of a model with sliding windows or states, by the"
         " engines' TP size, dtypes, speculation and --block-size, which decide it"
     ),
-    "form": "give both engines the same version, dtypes and kernels, so that states are alike",
+    "form": (
+        "give both engines the same version, dtypes, kernels, block size and kind of GPU, so that"
+        " states and pages are alike"
+    ),
 }
 """By the names of a namespace's fields."""
 

@@ -137,7 +137,7 @@ _MEANS = {
     "block_tokens": " (PDSTORE_BLOCK_TOKENS; of a model with sliding windows or states it is the"
     " engine's block, which the TP size, the dtypes and speculation decide: make them equal)",
     "form": " (states or pages of other types, shapes or order: give both engines the same version,"
-    " dtypes, kernels and block size)",
+    " dtypes, kernels, block size and kind of GPU)",
 }
 
 

@@ -94,7 +94,7 @@ def test_what_decides_the_blocks_and_the_states_of_an_engine_is_named(compare):
     remedies = {each.subject: each.remedy for each in found_wrong(found)}
     assert set(remedies) == {"namespace: block_tokens", "namespace: form"}
     assert "TP size, dtypes, speculation and --block-size" in remedies["namespace: block_tokens"]
-    assert "dtypes and kernels" in remedies["namespace: form"]
+    assert "kernels, block size and kind of GPU" in remedies["namespace: form"]
 
 
 def test_two_pools_are_red_with_both_urls(compare):

@@ -265,7 +265,7 @@ def test_blocks_and_states_that_differ_are_told_with_what_decides_them():
     assert blocks.startswith("block_tokens: 256 there, 128 here (PDSTORE_BLOCK_TOKENS; ")
     assert "the TP size, the dtypes and speculation decide: make them equal" in blocks
     assert form.startswith('form: 1 x null, 1 x "conv, DS" there, 1 x null, 1 x "conv, SD" here (')
-    assert "give both engines the same version, dtypes, kernels and block size" in form
+    assert "give both engines the same version, dtypes, kernels, block size and kind of GPU" in form
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pdstore.adapters.vllm.layers import (
     all_layers,
     own_layers,
     page_of,
+    refuse_layers_without_tensors,
     refuse_states,
     views_of,
 )
@@ -36,6 +37,9 @@ log = logging.getLogger("vllm.pdstore")
 
 _LAST_TOKEN_DECIDED = "_p_side_truncated"
 """The parameter by which vLLM's connectors (NIXL, Mooncake) tell that a prompt is cut already."""
+
+_INDEXING = ("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave")
+"""Fields of a model with sparse attention that change its KV, as SHAPING has those of any model."""
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
@@ -69,6 +73,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             f" failed as a whole: use vLLM 0.30 or newer; {SEE}"
         )
     refuse_states(vllm_config, kv_cache_config)
+    refuse_layers_without_tensors(kv_cache_config)
     refusals = {
         "ROCm (it packs pages differently)": torch.version.hip is not None,
         "KV cache scales that are calculated at run time": getattr(
@@ -148,7 +153,7 @@ def layout_of(
     layers, pipeline = all_layers(own)
     views = {name: views[name] for name in layers if name in views}
     states = StateTables.of(kv_cache_config)
-    own_name, first = next((n, view) for n, view in views.items() if not layers[n].is_state)
+    own_name, first = next((n, view) for n, view in views.items() if layers[n].form is None)
     has_items = getattr(vllm_config.model_config, "multimodal_config", None) is not None
     weights = vllm_config.model_config.quantization
     cache_dtype = vllm_config.cache_config.cache_dtype
@@ -182,12 +187,14 @@ def _boundary(layers: Layers, states: StateTables, block_tokens: int) -> int | N
 def _num_drafts(vllm_config: Any, layers: Layers) -> int:
     """Returns how many of the layers belong to a draft model.
 
-    A model with states has none, and may have two caches for each of its layers.
+    A model with states has none, and may have two caches for each of its layers. Pages are of an
+    indexer, which is a part of a layer of attention.
     """
     if any(spec.is_state for spec in layers.values()):
         return 0
+    num_layers = sum(not spec.is_page for spec in layers.values())
     hf_config = vllm_config.model_config.hf_text_config
-    return max(0, len(layers) - getattr(hf_config, "num_hidden_layers", len(layers)))
+    return max(0, num_layers - getattr(hf_config, "num_hidden_layers", num_layers))
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
@@ -237,11 +244,15 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     option `device` is left out: it does not change the KV.
     """
     model = vllm_config.model_config
-    fields = {name: getattr(model.hf_text_config, name, None) for name in SHAPING}
+    fields, indexing = (
+        {name: getattr(model.hf_text_config, name, None) for name in each}
+        for each in (SHAPING, _INDEXING)
+    )
     options = getattr(model, "multimodal_config", None)
     given = dict(getattr(options, "mm_processor_kwargs", None) or {})
     given.pop("device", None)
     more: dict[str, Json] = {"mm_processor_kwargs": given} if given else {}
+    more |= {name: value for name, value in indexing.items() if value is not None}
     return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
 
 

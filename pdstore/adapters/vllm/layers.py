@@ -32,14 +32,17 @@ _OPAQUE_MODES = {
 """The forms of quantized KV in which the bytes of a token and head contain their own scales, or in
 which the scales are part of the weights."""
 
+_INDEXER = "DEEPSEEK_V32_INDEXER"
+"""vLLM's name of the kernels that use an indexer's pages, of DeepSeek V3.2 and of GLM-5."""
+
 
 def views_of(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Returns vLLM's tensors in the form for `KVPool`, one KV group after another.
 
-    A layer of tokens: [blocks, tokens, local KV heads, K and V channels]. A layer with states:
-    [blocks, 1, 1, bytes].
+    A layer of tokens or pages: [blocks, tokens, local KV heads, K and V channels]. A layer with
+    states: [blocks, 1, 1, bytes].
     """
     return {
         name: kv_caches[name].view(torch.uint8) if is_state(spec) else _view_of(name, kv_caches)
@@ -59,15 +62,16 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
     layers: Layers = {}
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in specs_of(group).items():
+            module = _module(vllm_config, name)
             if is_state(spec):
-                module = _module(vllm_config, name)
                 device = views[name].device.type
                 layers[name] = _state(spec, module, device, tp_size, table)
             else:
-                layers[name] = _of_tokens(name, spec, views[name], tp_size, table)
-    if all(spec.is_state for spec in layers.values()):
+                layers[name] = _of_tokens(name, spec, views[name], module, tp_size, table)
+    if all(spec.form is not None for spec in layers.values()):
         raise LayoutError(
-            f"it has only layers with states; choose a smaller pipeline-parallel size; {SEE}"
+            "it has only layers with states or pages; choose a smaller pipeline-parallel size;"
+            f" {SEE}"
         )
     blocks = {views[name].shape[:2] for name, spec in layers.items() if not spec.is_state}
     if len(blocks) > 1:
@@ -175,6 +179,16 @@ def refuse_states(vllm_config: Any, kv_cache_config: Any) -> None:
             )
 
 
+def refuse_layers_without_tensors(kv_cache_config: Any) -> None:
+    """Raises ConfigError if vLLM registers no tensor for a layer: HiSparse keeps KV elsewhere."""
+    for number, name, spec in specs_of_model(kv_cache_config):
+        if not getattr(spec, "has_layer_views", True):
+            raise ConfigError(
+                f"layer {name} of KV group {number} keeps its KV as {type(spec).__name__}, of which"
+                f" pdstore gets no tensor: turn off HiSparse, which keeps KV in host memory; {SEE}"
+            )
+
+
 def _refuse(name: str, table: int, why: str) -> NoReturn:
     raise LayoutError(f"layer {name} of KV group {table} {why}; {SEE}")
 
@@ -207,14 +221,18 @@ def _state(spec: Any, module: Any, device: str, tp_size: int, table: int) -> Lay
     )
 
 
-def _of_tokens(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: int) -> LayerSpec:
+def _of_tokens(
+    name: str, spec: Any, cache: torch.Tensor, module: Any, tp_size: int, table: int
+) -> LayerSpec:
     """Returns a layer's shape. Raises LayoutError if its blocks hold anything but causal KV."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     if mode not in _OPAQUE_MODES:
         _refuse(name, table, f"keeps scales apart from the tokens of a block ({mode})")
-    _refuse_sparse_attention(name, spec, table)
+    _refuse_compressed_rows(name, spec, table)
     if getattr(spec, "non_causal", False):
         _refuse(name, table, "is not causal: its KV depends on later tokens")
+    if _is_indexer(name, spec):
+        return _pages(name, spec, cache, module, table)
     heads, channels = cache.shape[2:]
     if type(spec) is MLAAttentionSpec:
         return LayerSpec.latent(channels, table=table)
@@ -229,32 +247,12 @@ def _of_tokens(name: str, spec: Any, cache: torch.Tensor, tp_size: int, table: i
         name,
         table,
         f"keeps its KV as {type(spec).__name__}; pdstore supports full attention, sliding windows,"
-        " MLA, and states (Mamba, GDN, KDA, short convolutions)",
+        " MLA, indexers of sparse attention, and states (Mamba, GDN, KDA, short convolutions)",
     )
 
 
-def _is_old_indexer(spec: Any) -> bool:
-    """Returns True for an indexer's cache as vLLM 0.26 describes it.
-
-    There an indexer is an MLA layer of bytes that names neither a cache dtype nor a quantization.
-    An MLA layer with fp8 names both. Later versions of vLLM name an indexer's role.
-    """
-    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
-    is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
-    is_unnamed = getattr(spec, "cache_dtype_str", None) is None
-    return isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
-
-
-def _refuse_sparse_attention(name: str, spec: Any, table: int) -> None:
-    """Raises LayoutError for caches of sparse attention whose rows cannot be cut by token."""
-    role = getattr(getattr(spec, "cache_role", None), "value", "sparse")
-    if role != "sparse" or "indexer" in name.split(".") or _is_old_indexer(spec):
-        _refuse(
-            name,
-            table,
-            "is an indexer of sparse attention (DeepSeek V3.2, GLM-5): each of its blocks ends with"
-            " the scales of all its tokens, so a prompt's tail would lose them",
-        )
+def _refuse_compressed_rows(name: str, spec: Any, table: int) -> None:
+    """Raises LayoutError for caches of sparse attention whose rows do not belong to one token."""
     tokens_per_row = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
     version = getattr(spec, "model_version", None)
     if tokens_per_row not in (1, -1) or version is not None:  # -1: a state, no attention
@@ -264,6 +262,62 @@ def _refuse_sparse_attention(name: str, spec: Any, table: int) -> None:
             f"keeps compressed attention ({tokens_per_row} tokens in a row, {version}): a row does"
             " not belong to one token",
         )
+
+
+def _is_indexer(name: str, spec: Any) -> bool:
+    """Returns True for the cache of an indexer of sparse attention.
+
+    vLLM names an indexer's role from 0.30 on. In 0.26 an indexer is an MLA layer of bytes that
+    names neither a cache dtype nor a quantization. An MLA layer with fp8 names both.
+    """
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    is_bytes = getattr(spec, "dtype", None) is torch.uint8 and mode == "NONE"
+    is_unnamed = getattr(spec, "cache_dtype_str", None) is None
+    is_old = isinstance(spec, MLAAttentionSpec) and is_bytes and is_unnamed
+    return _role_of(spec) == "indexer" or "indexer" in name.split(".") or is_old
+
+
+def _role_of(spec: Any) -> str | None:
+    return getattr(getattr(spec, "cache_role", None), "value", None)
+
+
+def _pages(name: str, spec: Any, cache: torch.Tensor, module: Any, table: int) -> LayerSpec:
+    """Returns an indexer's layer: its blocks are pages, which end with the scales of their tokens.
+
+    Raises LayoutError for pages of other kernels than DeepSeek V3.2's and GLM-5's.
+    """
+    what = "is an indexer of sparse attention"
+    kernels = None if module is None else module.get_attn_backend().get_name()
+    if _role_of(spec) != "indexer":
+        _refuse(
+            name,
+            table,
+            f"{what}, whose blocks end with the scales of all their tokens, and this vLLM describes"
+            " it as MLA, which has none: use vLLM 0.30 or newer",
+        )
+    if kernels != _INDEXER:
+        _refuse(
+            name,
+            table,
+            f"{what} with the kernels {kernels}, of whose pages pdstore knows nothing: it supports"
+            f" those of {_INDEXER} (DeepSeek V3.2, GLM-5)",
+        )
+    if getattr(module, "uses_shuffled_layout", False):
+        _refuse(name, table, f"{what} that shuffles the rows of its pages, as on ROCm")
+    tokens, _, channels = cache.shape[1:]
+    form = canonical([kernels, str(spec.dtype), tokens, channels, _scales_of_indexers()])
+    return LayerSpec.page(tokens * channels * cache.itemsize, tokens, form, table=table)
+
+
+def _scales_of_indexers() -> str:
+    """Returns the type of the scales in an indexer's pages, which have four bytes in any case.
+
+    From 0.33 on, Blackwell's kernels (SM100) keep the exponent of a scale in each of its bytes.
+    """
+    from vllm.utils import deep_gemm
+
+    has_exponents = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return "ue8m0" if has_exponents is not None and has_exponents() else "float32"
 
 
 def _module(vllm_config: Any, layer: str) -> Any:

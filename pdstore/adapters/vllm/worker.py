@@ -336,8 +336,8 @@ class OpenSaves:
     """The saves of one step: they copy a layer range while the model computes the next range.
 
     When vLLM reports the last layer of a range, `OpenSave` queues a copy of that range. Layers that
-    are not reported during the step are saved at its end. vLLM does not report layers with states:
-    they are computed when it reports a layer that stands behind them in the layout.
+    are not reported during the step are saved at its end. vLLM does not report layers with states
+    or pages: they are computed when it reports a layer that stands behind them in the layout.
 
     layout: the pool's layout; None while there is no pool.
     layers: names, in order, of the cache's first layers, which may be saved during the step.
@@ -355,7 +355,7 @@ class OpenSaves:
         if self.layout is not None:
             kept = [self.layout.identity.layers[number] for number in self.layout.held_layers]
             numbers = enumerate(zip(self.layers, kept, strict=False), 1)
-            self._reported = {name: n for n, (name, spec) in numbers if not spec.is_state}
+            self._reported = {name: n for n, (name, spec) in numbers if spec.form is None}
             num_ranges = 0
             for name, n in self._reported.items():
                 if (now := self.layout.num_whole_ranges(n)) > num_ranges:

@@ -197,7 +197,7 @@ def test_each_stage_refuses_speculation_with_states():
 def test_a_stage_of_states_alone_is_refused_by_name(describe):
     groups = [*GROUPS[:3], WITHOUT_LAYERS[3]]
     refused(groups)  # the model has other layers
-    with pytest.raises(LayoutError, match=r"only layers with states; choose a smaller pipeline"):
+    with pytest.raises(LayoutError, match="only layers with states or pages; choose a smaller"):
         describe(groups)
 
 
