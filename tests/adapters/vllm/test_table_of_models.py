@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -16,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from pdstore.adapters.vllm.layers import own_layers, views_of
@@ -59,6 +62,7 @@ WINDOW = SlidingWindowSpec(
     block_size=64, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, sliding_window=64
 )
 MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+INDEXER = replace(MLA, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
 STATE = MambaSpec(
     block_size=64, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
@@ -67,7 +71,7 @@ SPECS = {
     "KV of all tokens": FULL,
     "KV of a sliding window": WINDOW,
     "MLA": MLA,
-    "an indexer": replace(MLA, head_size=132, dtype=torch.uint8),
+    "an indexer": INDEXER,
     "compressed rows": replace(MLA, tokens_per_state=4),
     "states (GDN)": replace(STATE, mamba_type=BACKENDS.GDN_ATTN),
     "states (Mamba2)": replace(STATE, mamba_type=BACKENDS.MAMBA2),
@@ -105,9 +109,11 @@ def describe(row):
         else torch.zeros(2, 1, 64, 2 * spec.head_size, dtype=spec.dtype)
         for name, spec in specs.items()
     }
+    kernels = SimpleNamespace(get_attn_backend=partial(DeepseekV32IndexerCache.get_attn_backend, 0))
+    indexers = {name: kernels for name, spec in specs.items() if spec is INDEXER}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=SimpleNamespace(static_forward_context=indexers),
     )
     kv_cache_config = KVCacheConfig(2, [], groups)
     return own_layers(config, kv_cache_config, views_of(kv_cache_config, caches))
@@ -119,6 +125,7 @@ def test_a_family_runs_if_the_table_says_so_else_its_refusal_leads_to_the_table(
     if row["runs"] == "yes":
         layers = describe(row)
         assert any(spec.is_state for spec in layers.values()) == ("states" in str(row))
+        assert any(spec.is_page for spec in layers.values()) == ("indexer" in str(row))
         return
     assert (row["runs"], row["vLLM"], row["tried"]) == ("no", "", "")
     with pytest.raises(LayoutError, match=r"layer layer\.\d of KV group \d .*docs/models\.md"):
@@ -140,4 +147,4 @@ def test_what_was_tried_on_a_cpu_has_a_checkpoint_and_a_test_and_the_rest_says_s
     assert set(KINDS_OF.values()) == set(KINDS)
     assert not [kind for kind in KINDS if f'"{kind}"' not in texts]
     others = {row["tried"] for family, row in TABLE.items() if family not in KINDS_OF}
-    assert others == {"H200", ""}
+    assert others == {"H200", "read", ""}

@@ -24,6 +24,7 @@ WITHOUT_CPU = ("0.33.0",)
 
 TESTS = (
     "describe",
+    "pages",
     "random_orders",
     "saves",
     "state_layers",
