@@ -35,6 +35,22 @@ _KEEPS = {**dict.fromkeys(_STATES, "state"), "mlp": "", "moe": ""}
 """What a layer of a type keeps; of all other types, the KV of each token."""
 
 
+class Indexer(NamedTuple):
+    """What decides which tokens a layer of sparse attention sees: at most `most_tokens`.
+
+    heads, width: of its queries, which it compares with one key of each token.
+    """
+
+    heads: int
+    width: int
+    most_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's key: in fp8, with a float32 for each 128 elements."""
+        return self.width + self.width // 128 * 4
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The numbers of a decoder-only transformer that fix the size of its KV and its prefill time.
@@ -62,6 +78,7 @@ class ModelShape:
     longest_prompt: int | None = None
     state_layers: int = 0
     state_bytes: int = 0
+    indexer: Indexer | None = None
 
     @classmethod
     def of_config(cls, path: str) -> ModelShape:
@@ -84,13 +101,18 @@ class ModelShape:
         return shape
 
     def kv_bytes(self, element_bytes: int | None = None) -> int:
-        """Returns the bytes of KV of one token."""
-        return self.layers * self.kv_elements * (element_bytes or _BYTES.get(self.dtype, 2))
+        """Returns the bytes of KV of one token, with what indexers keep of it."""
+        of_attention = self.kv_elements * (element_bytes or _BYTES.get(self.dtype, 2))
+        return self.layers * (of_attention + (self.indexer.token_bytes if self.indexer else 0))
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Returns how many operations a prefill takes: matrix products and causal attention."""
-        attention = self.layers * self.heads * (self.qk_dim + self.v_dim) * num_tokens**2
-        return 2 * self.active_params * num_tokens + attention
+        squares, chosen = num_tokens**2, 0
+        if self.indexer is not None:  # it looks at all tokens, and the attention at a few of them
+            squares -= max(0, num_tokens - self.indexer.most_tokens) ** 2
+            chosen = self.layers * self.indexer.heads * self.indexer.width * num_tokens**2
+        attention = self.layers * self.heads * (self.qk_dim + self.v_dim) * squares
+        return 2 * self.active_params * num_tokens + attention + chosen
 
 
 def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path) -> ModelShape:
@@ -108,7 +130,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         v_dim = config["v_head_dim"]
         kv_elements = rank + rope
         kv_heads = 1
-        attention = _mla_params(config, qk_dim)
+        attention = _mla_params(config, qk_dim) + _indexer_params(config)
     else:
         qk_dim = v_dim = head_dim
         kv_elements = 2 * kv_heads * head_dim
@@ -130,6 +152,7 @@ def _shape_of(document: Mapping[str, Any], config: Mapping[str, Any], file: Path
         longest_prompt=config.get("max_position_embeddings"),
         state_layers=keeps.count("state"),
         state_bytes=keeps.count("state") * _state_bytes(config, dtype),
+        indexer=_indexer(config),
     )
 
 
@@ -226,6 +249,21 @@ def _mla_params(config: Mapping[str, Any], qk_dim: int) -> int:
     return int(
         query + hidden * (rank + rope) + rank * heads * (nope + v_dim) + heads * v_dim * hidden
     )
+
+
+def _indexer(config: Mapping[str, Any]) -> Indexer | None:
+    if not config.get("index_topk"):
+        return None
+    return Indexer(config["index_n_heads"], config["index_head_dim"], config["index_topk"])
+
+
+def _indexer_params(config: Mapping[str, Any]) -> int:
+    """Returns the number of parameters of one layer's indexer; 0 without sparse attention."""
+    indexer = _indexer(config)
+    if indexer is None:
+        return 0
+    key_and_weights = config["hidden_size"] * (indexer.width + indexer.heads)
+    return int(config["q_lora_rank"] * indexer.heads * indexer.width + key_and_weights)
 
 
 def _mlp_params(config: Mapping[str, Any], types: Sequence[str]) -> int:

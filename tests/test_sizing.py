@@ -161,6 +161,28 @@ def test_kv_and_parameters(name, kib, billions, tmp_path):
     assert shape.active_params == pytest.approx(billions * 1e9, rel=0.01)
 
 
+def test_an_indexer_adds_to_kv_and_limits_what_attention_sees(tmp_path):
+    shapes = []
+    for name in ("DeepSeek-V3", "DeepSeek-V3.2"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(MODELS[name]))
+        shapes.append(ModelShape.of_config(str(path)))
+    dense, sparse = shapes
+    assert sparse.kv_bytes() - dense.kv_bytes() == sparse.kv_bytes(1) - dense.kv_bytes(1)
+    assert sparse.kv_bytes() - dense.kv_bytes() == 61 * (128 + 4)
+    of_indexer = 61 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    assert sparse.active_params - dense.active_params == of_indexer
+
+    def attention(shape, num_tokens):
+        return shape.prefill_flops(num_tokens) - 2 * shape.active_params * num_tokens
+
+    for n in (2048, 131_072):  # each token sees 2,048 at most; 2 operations an element
+        pairs = sum(min(token, 2048) for token in range(n)) + n / 2
+        by_heads = 61 * 128 * (192 + 128) * 2 * pairs
+        assert attention(sparse, n) == pytest.approx(by_heads + 61 * 64 * 128 * n**2, rel=1e-3)
+    assert attention(sparse, 131_072) < attention(dense, 131_072) / 3
+
+
 @pytest.mark.parametrize(
     ("name", "billions", "of_embedding"),
     [("Nemotron-H-8B", 8.1, 0.54), ("Nemotron-3-Nano-30B", 3.6, 0.35)],

@@ -28,6 +28,10 @@ MODELS = {
         **{"first_k_dense_replace": 3},
     },
 }
+MODELS["DeepSeek-V3.2"] = {
+    **MODELS["DeepSeek-V3"],
+    **{"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+}
 
 
 def _gated_delta(model, interval=4, **more):
