@@ -27,6 +27,26 @@ _DELTA_NET = {
 }
 _EXPERTS = {"decoder_sparse_step": 1, "num_experts": 512, "num_experts_per_tok": 10}
 _EXPERTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_EXPERTS_OF_SIGMOID = {  # in one layer behind three dense ones; 32 of the 256 experts
+    **_COMMON,
+    **{"num_hidden_layers": 4, "first_k_dense_replace": 3, "moe_layer_freq": 1},
+    **{"n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "attention_bias": False},
+    **{"bos_token_id": 0, "eos_token_id": 1},
+}
+_DEEPSEEK = {  # 4 of the 61 layers of DeepSeek-V3
+    **_EXPERTS_OF_SIGMOID,
+    **{"hidden_size": 7168, "intermediate_size": 18432, "vocab_size": 129280},
+    **{"num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536},
+    **{"qk_nope_head_dim": 128, "v_head_dim": 128, "rms_norm_eps": 1e-6},
+    **{"n_group": 8, "topk_group": 4, "max_position_embeddings": 163840, "rope_theta": 10000.0},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "qwen3-next": {  # 4 of the 48 layers of Qwen3-Next-80B-A3B
@@ -58,6 +78,26 @@ SHAPES: dict[str, dict[str, Any]] = {
             **{"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4},
         },
     },
+    "deepseek-v3": {
+        **_DEEPSEEK,
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    },
+    "deepseek-v3.2": {
+        **_DEEPSEEK,
+        **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+        **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    },
+    "glm-5": {  # 4 of the 78 layers of GLM-5
+        **_EXPERTS_OF_SIGMOID,
+        **{"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
+        **{"hidden_size": 6144, "intermediate_size": 12288, "vocab_size": 154880},
+        **{"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048},
+        **{"qk_nope_head_dim": 192, "v_head_dim": 256, "head_dim": 64},
+        **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
+        **{"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+        **{"max_position_embeddings": 202752, "indexer_rope_interleave": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }
 _SPARE_STATES = 64  # so many requests at once, or earlier states that are kept
 
@@ -84,6 +124,10 @@ class Model(NamedTuple):
     @property
     def has_states(self) -> bool:
         return self.sizes.state_layers > 0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.sizes.is_mla
 
     @property
     def load_format(self) -> str:

@@ -131,5 +131,9 @@ def _scale_what_is_loaded(loader: Any) -> None:
                 weight.data.mul_(1000.0 * (3.0 / weight.shape[-1]) ** 0.5)
             if name.endswith("qkv_proj.weight"):  # rows of q, of k, of v
                 weight.data[: weight.shape[0] * 5 // 6].mul_(2.0)
+            if name.endswith(
+                "q_b_proj.weight"
+            ):  # few tokens count, so a wrong choice of them shows
+                weight.data.mul_(3.0)
 
     loader.load_weights = load_scaled

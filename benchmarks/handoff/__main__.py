@@ -20,10 +20,12 @@ Two versions side by side, each with a P and a D of its own, and no other instan
     python3 -m benchmarks.handoff --trees before=../older now=. --stores shm --tokens 8192 65536
 
 Models with states, beside one of other prompts that move as many bytes; and whether D answers as
-one instance that computes the same chunks does, beside a D without the states:
+one instance that computes the same chunks does, beside a D without states or indexers' pages:
 
     python -m benchmarks.handoff --engine vllm --models qwen3.5-4b llama-8b --stores shm --burst 0
     python -m benchmarks.handoff --engine vllm --models qwen3-next --stores shm --exact eager
+    python -m benchmarks.handoff --engine vllm --models deepseek-v3.2 --stores shm --exact eager \\
+        --vllm '{"kv_cache_dtype": "fp8_ds_mla"}'
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.engines import ENGINES, Setup, VllmSetup
-from benchmarks.handoff.exact import WAYS, Answers, chunks_in, compare_all
+from benchmarks.handoff.exact import WAYS, compare_all
 from benchmarks.handoff.measure import MODES
 from benchmarks.handoff.report import late_stores, rows_of, table
 from benchmarks.handoff.run import Run, measure_floor
@@ -78,13 +80,8 @@ def main() -> None:
         found["about"] = setup.ready()
         run = Run(given, setup, began)
         run.say(f"{len(setup.instances)} instances are up")
-        if given.exact:
-            chunks = chunks_in(scratch)
-            answers = {
-                store: Answers(*pair, setup.stateless[store], setup.alone, chunks)
-                for store, pair in setup.pairs.items()
-            }
-            compare_all(answers, given, found)
+        if given.exact and isinstance(setup, VllmSetup):
+            compare_all(setup.answers(), given, found)
             return
         if not given.cpu:
             found["floor"] = measure_floor()

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handoff.exact import LOG, WAYS, chunks_in, with_used_blocks, without_states
+from benchmarks.handoff.exact import (
+    LOG,
+    WAYS,
+    Answers,
+    chunks_in,
+    with_used_blocks,
+    without_states_and_pages,
+)
 from benchmarks.handoff.instance import Instance
 from benchmarks.handoff.mini import PRELOAD, VOCABULARY, MiniInstance
 from benchmarks.handoff.vllm import VllmInstance
@@ -24,7 +31,7 @@ class Setup:
     scratch: for the checkpoint and the logs.
     tree: the checkout whose code the next pairs run; None: this one's.
     alone: the instance without a pool; None: not started.
-    stateless: of --exact, by the pair's name: a D that loads no states.
+    stateless: of --exact, by the pair's name: a D that loads neither states nor pages of indexers.
     """
 
     def __init__(self, scratch: Path, given: argparse.Namespace) -> None:
@@ -135,11 +142,22 @@ class VllmSetup(Setup):
         return tokens if name == first else self.models[name].like(self.models[first], tokens)
 
     def start_stateless(self, stores: Mapping[str, str]) -> None:
-        """Starts for each store a D that loads the token rows of prompts and no states."""
+        """Starts for each store a D that loads the KV of prompts' tokens and nothing else."""
         for name, url in stores.items():
             settings = {"store": url, "weights": "bench", "role": "decode"}
             arguments = self._arguments_of_pdstore(settings, self._given.block[0])
-            self.stateless[name] = self._start_vllm(f"{name}-x", arguments, 1, make=without_states)
+            self.stateless[name] = self._start_vllm(
+                f"{name}-x", arguments, 1, make=without_states_and_pages
+            )
+
+    def answers(self) -> dict[str, Answers]:
+        """Returns for each store the instances that --exact compares."""
+        has_states = self.models[self.model].has_states
+        chunks = chunks_in(self._scratch)
+        return {
+            name: Answers(pair, self.stateless[name], self.alone, chunks, drops_last=has_states)
+            for name, pair in self.pairs.items()
+        }
 
     def start_pair(self, name: str, url: str, block: int) -> None:
         """As above. A peer of pdstore goes by its name, without a URL."""
@@ -231,7 +249,9 @@ class VllmSetup(Setup):
                     "cudagraph_capture_sizes": [1, 2, 4, 8],
                 },
             }
-            if not model.has_states:
+            if model.is_mla and not model.has_states:
+                arguments["block_size"] = 64  # of its kernels, which vLLM chooses
+            elif not model.has_states:
                 arguments |= {"attention_backend": "FLASH_ATTN", "block_size": block}
         arguments |= WAYS[given.exact] if given.exact else {}
         return {**arguments, **given.vllm}

@@ -1,9 +1,9 @@
-"""Compares D with an instance that computes the same chunks, and with a D that has no states.
+"""Compares D with an instance that computes the same chunks, and with a D that lacks something.
 
-Answers of models with states depend on where chunks end, so an instance without a pool computes
-each prompt again in the chunks that P and D computed. So does P, because two instances may differ
-in the last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. How far D's
-answers differ without the states says what that means.
+The answers of a model depend on where chunks end, so an instance without a pool computes each
+prompt again in the chunks that P and D computed. So does P, because two instances may differ in the
+last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. How far D's answers
+differ without states, or without the pages of indexers, says what that means.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ def with_used_blocks(arguments: dict[str, Any]) -> VllmInstance:
     return instance
 
 
-def without_states(arguments: dict[str, Any]) -> VllmInstance:
-    """Makes an instance that loads states to blocks of no request."""
-    from tests.support.vllm_replay import load_without_states
+def without_states_and_pages(arguments: dict[str, Any]) -> VllmInstance:
+    """Makes an instance that loads only the KV of tokens to where its model reads it."""
+    from tests.support.vllm_replay import load_without_pages, load_without_states
 
     load_without_states()
+    load_without_pages()
     return VllmInstance(arguments)
 
 
@@ -82,14 +83,25 @@ def compare_all(
 
 
 class Answers:
-    """A pair, the negative control, and the instance that computes all by itself."""
+    """A pair, the negative control, and the instance that computes all by itself.
+
+    drops_last: True if P leaves out the last token of a prompt that it hands over, as it does of
+      models with states. Otherwise P is asked for a prompt without it, so that its chunks are D's.
+    """
 
     def __init__(
-        self, p: Instance, d: Instance, control: Instance, alone: Instance | None, chunks: Path
+        self,
+        pair: tuple[Instance, Instance],
+        control: Instance,
+        alone: Instance | None,
+        chunks: Path,
+        *,
+        drops_last: bool,
     ) -> None:
         assert alone is not None
-        self._p, self._d, self._control, self._alone = p, d, control, alone
-        self._chunks = chunks
+        self._p, self._d = pair
+        self._control, self._alone = control, alone
+        self._chunks, self._drops_last = chunks, drops_last
         self._num_asked = 0
 
     def compare(self, num_tokens: int) -> dict[str, Any]:
@@ -97,7 +109,8 @@ class Answers:
         from tests.support.vllm_replay import REPLAY, ends_of
 
         prompt = Prompt(num_tokens, secrets.randbits(48))
-        handoff = self._ask(self._p, prompt, 1, REMOTE_DECODE)["handoff"]
+        given = prompt if self._drops_last else prompt._replace(num_tokens=num_tokens - 1)
+        handoff = self._ask(self._p, given, 1, REMOTE_DECODE)["handoff"]
         mine = self._ask(self._d, prompt, _NUM_DECODED, handoff)
         ends = ends_of(self._chunks, mine["prompt_ids"])
         control = self._ask(self._control, prompt, _NUM_DECODED, handoff)

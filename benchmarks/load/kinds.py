@@ -191,7 +191,8 @@ class Fleet:
         # Several instances start on one GPU at once: none may reckon with what is free just now.
         command += ["--gpu-memory-utilization", "0.05"]
         command += ["--kv-cache-memory-bytes", str(model.cache_bytes(tokens))]
-        command += [] if model.has_states else ["--attention-backend", "FLASH_ATTN"]
+        chooses = model.has_states or model.is_mla  # vLLM chooses
+        command += [] if chooses else ["--attention-backend", "FLASH_ATTN"]
         return [*command, "--compilation-config", json.dumps(_GRAPHS)]
 
     def _mini(self, tokens: int) -> list[str]:

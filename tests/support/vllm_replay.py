@@ -13,9 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.format.continuation import BlockTables
 from pdstore.format.plan import LoadPlan
 from pdstore.worker.job import Job
@@ -97,6 +99,23 @@ def load_without_states() -> None:
         return begin_load(pool, plan, tables, **more)
 
     KVPool.begin_load = without_states  # type: ignore[method-assign]
+
+
+def load_without_pages() -> None:
+    """Makes each instance of this process load the pages of indexers to copies that vLLM ignores.
+
+    Its own pages keep what they have: zeros, or what earlier requests left.
+    """
+    register = PDStoreConnectorWorker.register
+
+    def with_copies(worker: PDStoreConnectorWorker, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        copied = {
+            name: cache.clone() if "indexer" in name.split(".") else cache
+            for name, cache in kv_caches.items()
+        }
+        register(worker, copied)
+
+    PDStoreConnectorWorker.register = with_copies  # type: ignore[method-assign]
 
 
 def _ids_in(table: Sequence[int] | Mapping[int, int]) -> Iterable[int]:

@@ -32,13 +32,14 @@ from pdstore import JobResult, KVPool, LayerSpec, PrefixCacheManager
 from pdstore.adapters.vllm.contents import PLAIN
 from pdstore.adapters.vllm.describe import keys_of, layout_of, refuse_unsupported
 from pdstore.adapters.vllm.layers import views_of
-from pdstore.adapters.vllm.worker import OpenSaves
+from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
 from pdstore.errors import ConfigError, LayoutError, Reason
 from pdstore.format.block import HEADER_BYTES
 from pdstore.testing.values import get
 from tests.adapters.vllm.standins import vllm_request
 from tests.support.instances import store as store
 from tests.support.kv import settings_of
+from tests.support.vllm_replay import load_without_pages
 from tests.worker.test_mover import flip, plant
 
 PLANNING = importlib.util.find_spec("vllm.v1.core.kv_cache_planning")  # from vLLM 0.33 on
@@ -230,6 +231,20 @@ def test_pages_that_are_taken_for_mla_lose_the_scales_of_a_tail(caches, half):
     )
     assert torch.equal(rows, wanted_rows)
     assert (scales == wanted).all(1).sum() == 64, "of 36 tokens they are lost"
+
+
+def test_a_control_loads_pages_to_where_vllm_does_not_read_them(caches, monkeypatch):
+    """The benchmark compares D with it."""
+    registered = {}
+    monkeypatch.setattr(
+        PDStoreConnectorWorker, "register", lambda worker, tensors: registered.update(tensors)
+    )
+    load_without_pages()
+    tensors = caches(layout="BLHNC").tensors
+    PDStoreConnectorWorker.register(None, tensors)
+    moved = [name for name in NAMES if registered[name].data_ptr() != tensors[name].data_ptr()]
+    assert moved == INDEXERS
+    assert all(torch.equal(registered[name], tensors[name]) for name in NAMES)
 
 
 def refusal_of_vllm(layout, block_tokens):
