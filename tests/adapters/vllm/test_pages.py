@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from array import array
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -32,13 +33,16 @@ from pdstore import JobResult, KVPool, LayerSpec, PrefixCacheManager
 from pdstore.adapters.vllm.contents import PLAIN
 from pdstore.adapters.vllm.describe import keys_of, layout_of, refuse_unsupported
 from pdstore.adapters.vllm.layers import views_of
+from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
 from pdstore.errors import ConfigError, LayoutError, Reason
 from pdstore.format.block import HEADER_BYTES
+from pdstore.format.handoff import HandoffId
+from pdstore.format.plan import LoadPlan, SavePlan
 from pdstore.testing.values import get
-from tests.adapters.vllm.standins import vllm_request
+from tests.adapters.vllm.standins import vllm_config, vllm_request
 from tests.support.instances import store as store
-from tests.support.kv import settings_of
+from tests.support.kv import eventually, settings_of
 from tests.support.vllm_replay import load_without_pages
 from tests.worker.test_mover import flip, plant
 
@@ -170,10 +174,10 @@ def half(store, closed_after):
 P_ROWS, D_ROWS = [7, 20, 3, 11, 15], [12, 5, 19, 8, 2]
 
 
-def compute(p, num_tokens):
+def compute(p, num_tokens, table=P_ROWS):
     """Writes P's KV of so many tokens, all else being poison."""
     for name in NAMES:
-        for row, first in zip(P_ROWS, range(0, num_tokens, TOKENS), strict=False):
+        for row, first in zip(table, range(0, num_tokens, TOKENS), strict=False):
             count = min(TOKENS, num_tokens - first)
             if name in INDEXERS:
                 for part in p.page(name, row):
@@ -268,6 +272,38 @@ def test_pages_lie_whole_in_each_layout_that_vllm_has_for_them(caches, half, lay
     compute(p, 300)
     assert hand_over(half(p), half(d), 300) == JobResult(300)
     assert_handed_over(p, d, 300)
+
+
+@pytest.mark.parametrize("num_held", [0, 64, 128])
+def test_vllms_block_ids_lead_to_pages_behind_those_that_d_has(caches, half, num_held):
+    """P's blocks have 128 tokens, D's 64: the connector's workers turn their ids into rows."""
+    p, d = caches(block_tokens=128), caches()
+    at_p, at_d = half(p), half(d)
+    p_ids, d_ids = [9, 4, 6], [12, 5, 19, 8, 2]
+    p_rows = [2 * number + n for number in p_ids for n in range(2)]
+    compute(p, 300, p_rows)
+    workers = []
+    for each, rows_per_block in ((at_p, 2), (at_d, 1)):
+        config = each.caches.kv_cache_config
+        workers.append(
+            PDStoreConnectorWorker(settings_of(), vllm_config(), config, each.pool.metrics)
+        )
+        workers[-1].use_pool(each.pool, rows_per_block)
+    keys = at_p.cache.keys(range(300))
+    save = SaveSpec(7, "r", SavePlan(keys, handoff=HandoffId.new()), [array("q", p_ids)])
+    workers[0].start_saves(PDStoreConnectorMetadata(saves=[save]))
+    workers[0].open_saves.end_step()
+    eventually(lambda: at_p.cache.match(keys).num_tokens == 300)
+    load = LoadSpec("r", LoadPlan(keys, num_held, 300), [array("q", d_ids)])
+    workers[1].start_loads(PDStoreConnectorMetadata(loads=[load]))
+    workers[1].begin_loads()
+    ended = eventually(lambda: [each for each in [workers[1].end_loads()] if each[0]])
+    assert ended == [({"r"}, set())]
+    for name in NAMES:
+        wanted = p.of_tokens(name, p_rows, 300)
+        for got, want in zip(d.of_tokens(name, d_ids, 300), wanted, strict=True):
+            assert same_bytes(got[num_held:], want[num_held:])
+            assert (got[:num_held].contiguous().view(torch.uint8) == POISON).all()
 
 
 @pytest.mark.parametrize(("latent", "dtype"), [(BF16, "bfloat16"), (FP8, "uint8")])
