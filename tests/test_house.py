@@ -36,6 +36,7 @@ OF_LIBRARIES = {
     "_truncate_mamba_request_for_prefill",  # vLLM's own drop of that token, beside pdstore's
     *("_sleep", "_version"),  # torch's
     *("_page_backup", "_page_transfer", "_storage_hit_query"),  # SGLang's, which its threads call
+    "_sync_prefetch_hit_query",
     *("_page_get_zero_copy", "_page_set_zero_copy"),
 }
 """Private only by their spelling, or without a public form."""

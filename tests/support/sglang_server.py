@@ -115,6 +115,8 @@ class Server:
             "dynamic", storage_config(extra, **(config or {})), pool
         )
         self.backend.register_mem_pool_host(pool)
+        if hasattr(hicache_storage.HiCacheStorage, "on_host_pools_registered"):  # from 0.5.23 on
+            self.backend.on_host_pools_registered()
         controller = cache_controller.HiCacheController
         self._controller = controller.__new__(controller)  # its constructor needs a GPU
         vars(self._controller).update(

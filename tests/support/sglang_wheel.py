@@ -52,6 +52,8 @@ def _install(wheel: Path) -> None:
         "srt.layers",
         "srt.distributed",
         "srt.mem_cache.memory_pool",
+        "srt.disaggregation",
+        "srt.observability",
     ]
     leave_out([f"sglang.{name}" for name in packages], given)
 

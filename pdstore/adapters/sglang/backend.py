@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from pdstore.adapters.sglang.host_pools import KV, VERSIONS, check_host_pool, pages_of
 from pdstore.adapters.sglang.pages import (
-    VERSIONS,
-    HostPages,
     PagePool,
     refuse_unsupported,
     served_model,
@@ -19,6 +20,7 @@ from pdstore.adapters.sglang.pages import (
     settings_of,
     warn_if_prefetch_skips_waiting,
 )
+from pdstore.adapters.sglang.sidecars import Restorable
 from pdstore.errors import ConfigError, Reason
 from pdstore.metrics import Metrics
 from pdstore.threads import call_or
@@ -26,7 +28,15 @@ from pdstore.threads import call_or
 log = logging.getLogger(__name__)
 
 _HOOKS = ("register_mem_pool_host", "batch_exists", "batch_get_v1", "batch_set_v1", "clear")
-_KV = "kv"
+_TELLS_END = "on_host_pools_registered"
+"""The hook with which SGLang ends its registration of host pools, from 0.5.23 on.
+
+From then on its ranks also combine the lengths that each can restore: before, they take the least
+of them, after which a rank may have no state or no window.
+"""
+_POLICIES = {"all_pages": False, "trailing_pages": True}
+"""By SGLang's name of a policy: whether only the last pages of a pool are needed."""
+T = TypeVar("T")
 
 
 class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -54,6 +64,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._settings = settings_of(storage_config.extra_config or {})
         is_saver = self._settings.role != "decode" or self._settings.save_decoded
         self._saves = is_saver and self._settings.publish
+        self._host_pools: dict[str, Any] = {}
         self._pool: PagePool | None = None
         if not self._settings.pd_transfer_via_storage:
             log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
@@ -63,24 +74,77 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         warn_if_prefetch_skips_waiting(self._settings, self._args)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Opens a PagePool for SGLang's host pool, which SGLang has allocated before the call."""
+        """Takes SGLang's host pool of KV, which SGLang has allocated before the call."""
         super().register_mem_pool_host(mem_pool_host)
         if not self._settings.pd_transfer_via_storage:
             return
         for entry in getattr(mem_pool_host, "entries", ()):  # SGLang groups even one pool
-            self._refuse_hybrid(entry.name)
+            self._refuse_sidecar(str(entry.name))
             mem_pool_host = entry.host_pool
-        served = served_model(self._settings, self._args, mem_pool_host.dtype)
-        rank = self._config.tp_rank
-        size = self._config.tp_size
-        pages = HostPages.of_host_pool(mem_pool_host, served, rank, size)
-        number = (getattr(self._config, "dp_rank", 0) or 0) * size + rank
-        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, number)
+        self._host_pools = {KV: mem_pool_host}
+        check_host_pool(KV, mem_pool_host)
+        if not hasattr(HiCacheStorage, _TELLS_END):
+            self._open()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Does nothing for the KV pool, which is registered already; refuses any other pool."""
+        """Takes a host pool beside that of KV; refuses one that pdstore does not support."""
+        name = str(host_pool_name)
+        if name == KV or not self._settings.pd_transfer_via_storage:
+            return
+        self._refuse_sidecar(name)
+        check_host_pool(name, host_pool)
+        if self._pool is not None:
+            raise ConfigError(f"the host pool {name} came after the storage backend had started")
+        self._host_pools[name] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """Opens a PagePool for all host pools: they have one namespace together."""
         if self._settings.pd_transfer_via_storage:
-            self._refuse_hybrid(host_pool_name)
+            self._open()
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> Any:
+        """Returns after how many pages SGLang can go on with all of its host pools.
+
+        As in SGLang's own backends, the answer has all of these lengths, because another rank may
+        have other pages: the ranks take the largest that all of them have.
+        """
+        pool = self._pool
+        none = Restorable()
+        found = none
+        if pool is not None:
+            num_last = partial(_num_last, pool_transfers or ())
+            found = self._guarded(lambda: pool.restorable(keys, num_last()), none)
+        last = found.lengths[-1] if found.lengths else 0
+        return hicache_storage.PoolTransferResult(last, dict(found.by_pool), found.lengths)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
+        """Loads pages into host pools; returns, by pool, True for each page that was loaded."""
+        pool = self._pool
+        if pool is None:
+            return _answers(transfers, lambda _: 0)
+        return _answers(
+            transfers,
+            lambda of: self._guarded(
+                lambda: pool.load(of.keys or (), of.host_indices, str(of.name)), 0
+            ),
+        )
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
+        """Stores pages of host pools; returns, by pool, True for each page that is stored.
+
+        An instance that does not save returns True for every page, as in `batch_set_v1`.
+        """
+        pool = self._pool if self._saves else None
+        if pool is None:
+            return _answers(transfers, lambda of: len(of.keys or ()))
+        return _answers(
+            transfers,
+            lambda of: self._guarded(
+                lambda: pool.save(of.keys or (), of.host_indices, str(of.name)), 0
+            ),
+        )
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Returns how many leading pages are stored or expected soon.
@@ -89,7 +153,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         behind it count as well: P is storing the prompt, and `batch_get_v1` waits for them.
         """
         pool = self._pool
-        return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys))
+        return 0 if pool is None else self._guarded(lambda: pool.num_stored(keys), 0)
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -99,7 +163,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         SGLang itself computes the first page that was not loaded, and all tokens after it.
         """
         pool = self._pool
-        done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices))
+        done = 0 if pool is None else self._guarded(lambda: pool.load(keys, host_indices), 0)
         return [number < done for number in range(len(keys))]
 
     def batch_set_v1(
@@ -110,7 +174,9 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         An instance that does not save returns True for every page, because SGLang warns of False.
         """
         pool = self._pool if self._saves else None
-        done = len(keys) if pool is None else self._guarded(lambda: pool.save(keys, host_indices))
+        done = len(keys)
+        if pool is not None:
+            done = self._guarded(lambda: pool.save(keys, host_indices), 0)
         return [number < done for number in range(len(keys))]
 
     def exists(self, key: str) -> bool:
@@ -144,7 +210,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """Forgets all values of this namespace; the values of other namespaces stay."""
         pool = self._pool
         if pool is not None:
-            self._guarded(lambda: int(pool.clear()))
+            self._guarded(pool.clear, False)
 
     def close(self) -> None:
         """Ends all jobs and connections; SGLang calls it when it detaches the backend.
@@ -155,17 +221,52 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if pool is not None:
             pool.close()
 
-    def _refuse_hybrid(self, name: Any) -> None:
-        if str(name) != _KV:
+    def _open(self) -> None:
+        served = served_model(self._settings, self._args, self._host_pools[KV].dtype)
+        rank = self._config.tp_rank
+        size = self._config.tp_size
+        pages = pages_of(self._host_pools, served, rank, size)
+        number = (getattr(self._config, "dp_rank", 0) or 0) * size + rank
+        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, number)
+
+    def _refuse_sidecar(self, name: str) -> None:
+        """Raises ConfigError for a pool beside KV if this SGLang is older than its hooks for it."""
+        if name != KV and not hasattr(HiCacheStorage, _TELLS_END):
             raise ConfigError(
-                f"pdstore does not keep the pages of the pool {name}, and KV without them would"
-                " give wrong answers: models with sliding windows, Mamba states or an indexer, and"
-                " draft models with a host pool of their own, are not supported in SGLang"
+                f"pdstore does not keep the pages of the pool {name} before SGLang 0.5.23, and KV"
+                " without them would give wrong answers: update SGLang to serve models with sliding"
+                " windows, Mamba states or an indexer"
             )
 
-    def _guarded(self, hook: Callable[[], int]) -> int:
-        """Returns the number that `hook` returns; if `hook` raises, counts a miss, returns 0."""
+    def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
+        """Returns what `hook` returns; if it raises, counts a miss and returns `otherwise`."""
         done = call_or(hook, None)
         if done is None:
             self.metrics.miss(Reason.FAULT)
-        return done or 0
+            return otherwise
+        return done
+
+
+def _num_last(transfers: Sequence[Any]) -> dict[str, int | None]:
+    """Returns by pool how many of the last pages SGLang needs; None for all pages.
+
+    Raises ValueError for a policy that pdstore does not know.
+    """
+    found: dict[str, int | None] = {}
+    for transfer in transfers:
+        policy = getattr(transfer.hit_policy, "value", transfer.hit_policy)
+        if policy not in _POLICIES:
+            raise ValueError(
+                f"the pool {transfer.name} asks for pages by an unknown rule, {policy}"
+            )
+        found[str(transfer.name)] = max(1, len(transfer.keys or ())) if _POLICIES[policy] else None
+    return found
+
+
+def _answers(transfers: Sequence[Any], num_done: Callable[[Any], int]) -> dict[Any, list[bool]]:
+    """Returns by pool, for each of its pages, whether it is one of the first `num_done` pages."""
+    answers = {}
+    for transfer in transfers:
+        done = num_done(transfer)
+        answers[transfer.name] = [number < done for number in range(len(transfer.keys or ()))]
+    return answers

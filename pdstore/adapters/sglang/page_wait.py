@@ -55,13 +55,16 @@ class PageWait:
         self._queue = LookupQueue(partial(find, self.store), self.page_timeout_s)
         self._closed = threading.Event()
 
-    def wait_for_pages(self, keys: PromptKeys) -> bool:
+    def wait_for_pages(self, keys: PromptKeys, *, is_whole: bool = False) -> bool:
         """Waits for the pages of a batch. Returns True if some are still missing, but expected.
 
         Returns False if all pages are stored, if no page comes, or if the store fails.
         keys: the keys of at least one page.
+        is_whole: True if they are all of a prompt, which SGLang then loads batch by batch; False if
+          they are a batch of `batch_pages` at most.
         """
-        before, self._before = self._before, []
+        before = [] if is_whole else self._before
+        self._before = []
         began = self.clock()
         found = self._match(keys)
         if found.reason is None:
@@ -69,7 +72,9 @@ class PageWait:
         if found.reason is not Reason.ABSENT or began < self._retry_at:
             return False
         until = began + self.settings.handoff_wait_s
-        is_expected = self._expects(before, keys, len(found.keys), until)
+        is_expected = self._comes(before, keys, len(found.keys), until)
+        if is_expected:
+            self._expect(keys.hashes(), until, is_whole=is_whole)
         self.metrics.handoff_wait_seconds.observe(self.clock() - began)
         return is_expected
 
@@ -77,7 +82,8 @@ class PageWait:
         """Returns an iterator that yields, each time it grows, the number of leading stored pages.
 
         Returns None if the pages are not expected.
-        keys: a batch that `wait_for_pages` was given, or its first pages.
+        keys: a batch that `wait_for_pages` was given, or its first pages; of a whole prompt, a
+          batch that begins after a multiple of `batch_pages`.
         """
         until = self._expected.get(keys.hash_of(0), 0.0)
         return self._counts(keys, 0, until) if until > self.clock() else None
@@ -118,8 +124,8 @@ class PageWait:
                 return
             self._closed.wait(min(left_s, interval_s))
 
-    def _expects(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
-        """Waits until P stores a missing page of a batch; True if more pages of it are expected.
+    def _comes(self, before: list[bytes], keys: PromptKeys, num_found: int, until: float) -> bool:
+        """Waits until P stores a missing page of a batch; True if more pages of it will come.
 
         before: hashes of the previous batch, whose pages P stores before the pages of this batch.
         """
@@ -131,13 +137,16 @@ class PageWait:
         counts = self._counts(both, 0 if before else num_found, until)
         num_stored = next((count for count in counts if count > num_known), 0)
         self._end_wait(came=num_stored > 0)
-        if not 0 < num_stored < len(both):
-            return False
-        self._before = names if len(names) >= self.batch_pages else []
+        return 0 < num_stored < len(both)
+
+    def _expect(self, names: list[bytes], until: float, *, is_whole: bool) -> None:
+        """Notes that the pages of a batch, or of all batches of a prompt, will come."""
+        if not is_whole and len(names) >= self.batch_pages:
+            self._before = names
         now = self.clock()
         self._expected = {name: end for name, end in self._expected.items() if end > now}
-        self._expected[names[0]] = until
-        return True
+        firsts = names[:: self.batch_pages] if is_whole else names[:1]
+        self._expected.update(dict.fromkeys(firsts, until))
 
     def _end_wait(self, *, came: bool) -> None:
         """Counts successive waits without a new page, and chooses when to wait again."""

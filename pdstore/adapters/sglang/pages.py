@@ -1,4 +1,4 @@
-"""PagePool: finds, loads and saves the pages of SGLang's host pool; HostPages describes the pages.
+"""PagePool: finds, loads and saves the pages of SGLang's host pools.
 
 The other functions read the settings, and the model's dtype, weights and shape, from SGLang.
 """
@@ -11,48 +11,37 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from pdstore.adapters.sglang.host_pools import KV, VERSIONS, HostPages, ServedModel
 from pdstore.adapters.sglang.page_wait import PageWait
+from pdstore.adapters.sglang.sidecars import Restorable, Sidecar, SidecarLookup
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.geometry import Geometry, PartGeometry
-from pdstore.format.identity import Identity, LayerSpec
 from pdstore.format.keys import HASH_BYTES, SHAPING, PromptKeys, canonical, shaping
-from pdstore.format.layout import Layout
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_engine_settings
 from pdstore.status.server import Reporting
+from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-VERSIONS = "0.5.17 to 0.5.23"
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size")
 _PREFIXES_OF_SGLANG = ("prefetch_", "hicache_")
+STATE_KERNELS = (
+    *("mamba_backend", "linear_attn_backend"),
+    *("linear_attn_prefill_backend", "linear_attn_decode_backend"),
+)
+"""SGLang's arguments about the kernels of Mamba states, which may order a state's bytes."""
 _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-
-
-class ServedModel(NamedTuple):
-    """The fields of a namespace that cannot be read from the host pool.
-
-    dtype: torch's name of the KV cache's element type.
-    weights: the weights' revision.
-    rope: as `Identity` takes it.
-    quantization: SGLang's arguments about quantization and KV scales; None if none of them is set.
-    """
-
-    dtype: str
-    weights: str
-    rope: str
-    quantization: str | None
 
 
 def settings_of(extra_config: Mapping[str, Any]) -> Settings:
@@ -184,6 +173,7 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
         weights_revision(directory, settings),
         _rope(directory, args),
         None if is_plain else canonical([args.quantization, scales]),
+        canonical([getattr(args, name, None) for name in STATE_KERNELS]),
     )
 
 
@@ -200,165 +190,125 @@ def _rope(directory: Path, args: Any) -> str:
 
 _MAX_TIMEOUT_S = 3600.0  # lookups and jobs end sooner, at their own deadlines
 _ROUTER_DUTY = "ask that instance for each prompt first"
-_MHA = "MHATokenToKVPoolHost"
-_MLA = "MLATokenToKVPoolHost"
-_LAYOUTS = {
-    _MHA: ("layer_first", "page_first", "page_first_direct", "page_head"),
-    _MLA: ("layer_first", "page_first", "page_first_direct"),
-}
-
-
-@dataclass(frozen=True)
-class HostPages:
-    """The pages of one rank's host pool.
-
-    A stored page has the bytes of the host pool: first those of K, then those of V; for MLA only
-    those of the latents. A page needs one copy for K and one for V. In the layout `layer_first`, it
-    needs one copy for each layer of K and one for each layer of V.
-
-    layout: its namespace must be equal on P and D. Each contiguous piece of a page is a cell.
-    caches: for each piece, a view of the host pool: [pages, bytes of the piece].
-    """
-
-    layout: Layout
-    caches: list[torch.Tensor]
-
-    @classmethod
-    def of_host_pool(cls, pool: Any, served: ServedModel, tp_rank: int, tp_size: int) -> HostPages:
-        """Returns the pages of SGLang's host pool. Raises ConfigError for an unsupported pool."""
-        kind = type(pool).__name__
-        if pool.layout not in _LAYOUTS.get(kind, ()):
-            raise ConfigError(
-                f"pdstore does not support the host pool {kind} with the layout {pool.layout}: of"
-                f" SGLang {VERSIONS} it serves full attention and MLA, and for"
-                f" --hicache-mem-layout {', '.join(_LAYOUTS[_MHA])}"
-            )
-        if kind == _MLA:  # every rank has all latents, and only one rank saves them
-            tp_rank = 0
-            tp_size = 1
-            layer = LayerSpec.latent(pool.kv_cache_dim)
-        else:
-            layer = LayerSpec(pool.head_num * tp_size, pool.head_dim)
-        halves = [pool.kv_buffer] if kind == _MLA else list(pool.kv_buffer)
-        if pool.layout == "layer_first":
-            halves = [each for half in halves for each in half]
-        num_pages = pool.size // pool.page_size
-        caches = [half.view(torch.uint8).view(num_pages, -1) for half in halves]
-        identity = Identity(
-            dtype=served.dtype,
-            layers=(layer,) * pool.layer_num,
-            block_tokens=pool.page_size,
-            rope=served.rope,
-            quantization=served.quantization,
-            page=f"sglang:{pool.layout}",  # its name for the order of bytes in a page
-            num_shards=tp_size,
-        )
-        by_layer = Layout(identity, pool.page_size, tp_rank, tp_size)
-        return cls(replace(by_layer, given=_in_pieces(by_layer, len(caches))), caches)
-
-    def numbers(self, host_indices: torch.Tensor, num_pages: int) -> list[int]:
-        """Returns the pages' numbers. host_indices: the index of each of their tokens, in order.
-
-        Raises LayoutError for tokens that are not `num_pages` whole pages.
-        """
-        tokens = self.layout.block_tokens
-        firsts = host_indices[::tokens]
-        if len(host_indices) != num_pages * tokens or bool((firsts % tokens).any()):
-            raise LayoutError(f"{len(host_indices)} tokens are not {num_pages} pages of {tokens}")
-        numbers: list[int] = (firsts // tokens).tolist()
-        return numbers
-
-
-def _in_pieces(layout: Layout, num_pieces: int) -> Geometry:
-    """Returns what lies where in host pages that are equal pieces, one in each of several tensors.
-
-    A payload is then the page as it lies in memory, with all layers and heads of this rank, piece
-    after piece: so all layers are equal, in one layer range and one shard of this rank.
-    """
-    [(part, whole)] = layout.geometry.parts.items()
-    piece = replace(
-        whole.cache,
-        cell_bytes=whole.payload_bytes(layout.block_tokens) // num_pieces,
-        num_heads=1,
-        dtype=None,
-    )
-    caches = dict.fromkeys(range(num_pieces), piece)
-    parts = {part: PartGeometry(tuple(caches), piece, 0, 1)}
-    return Geometry(layout.block_tokens, layout.geometry.tables, caches, parts)
 
 
 class PagePool:
-    """Finds, loads and saves the pages of one rank's host pool. Any thread may call it.
+    """Finds, loads and saves the pages of one rank's host pools. Any thread may call it.
 
-    It holds a PrefixCacheManager and a KVPool over one store. Every call blocks until its work is
-    done or its deadline has passed. Callers name pages by SGLang's hashes. They give the
-    pages' places in the host pool by SGLang's index of each token, page by page.
+    It holds a PrefixCacheManager and, for each host pool, a KVPool, all over one store. Every call
+    blocks until its work is done or its deadline has passed. Callers name pages by SGLang's hashes.
+    They give the pages' places in a host pool by SGLang's indices, page by page.
 
     status_url: the URL of this rank's status page; None without PDSTORE_STATUS_PORT.
+    pages: of each host pool by SGLang's name, from `pages_of`.
     weights: the weights' revision.
     rank: the number of this process among the processes with the same environment variables.
     Raises ConfigError, LayoutError or StoreError as `KVPool` does.
     """
 
     def __init__(
-        self, settings: Settings, pages: HostPages, weights: str, metrics: Metrics, rank: int = 0
+        self,
+        settings: Settings,
+        pages: Mapping[str, HostPages],
+        weights: str,
+        metrics: Metrics,
+        rank: int = 0,
     ) -> None:
         self._pages = pages
-        namespace = pages.layout.namespace(settings, weights=weights)
-        # a rank looks up its own shard; SGLang takes the smallest count of all ranks
-        self.namespace = replace(namespace, parts=pages.layout.owned_parts)
+        namespace = pages[KV].layout.namespace(settings, weights=weights)
+        # a rank looks up its own shard; SGLang combines the answers of all ranks
+        self._namespaces = {
+            name: replace(namespace, parts=of.layout.owned_parts) for name, of in pages.items()
+        }
+        self.namespace = self._namespaces[KV]
+        self._pools: dict[str, KVPool] = {}
+        self._settings = settings
+        self._metrics = metrics
         with contextlib.ExitStack() as undo:
             store = connect_store(settings, metrics)
             undo.callback(store.close)
-            self._pool = KVPool(
-                settings, pages.layout, pages.caches, self.namespace, metrics=metrics, store=store
-            )
-            undo.callback(self._pool.close)
+            for name in pages:
+                self._pools[name] = self._open(name, store)
+                undo.callback(self._pools[name].close)
             self._cache = PrefixCacheManager(
                 settings, self.namespace, metrics=metrics, store=store, router_duty=_ROUTER_DUTY
             )
             undo.callback(self._cache.close)
+            self._sidecars = SidecarLookup(store, metrics)
+            undo.callback(self._sidecars.close)
             self._wait = PageWait(settings, store, metrics) if settings.role == "decode" else None
             if self._wait is not None:
                 undo.callback(self._wait.close)
             reporting = Reporting(
-                settings, self._cache, [metrics.registry], lambda: self._pool.problem, rank
+                settings, self._cache, [metrics.registry], lambda: self._problem, rank
             )
             undo.callback(reporting.close)
             self.status_url = reporting.url
             self._resources = undo.pop_all()
 
     def num_stored(self, hashes: Sequence[str]) -> int:
-        """Returns how many leading pages are stored.
+        """Returns how many leading pages of KV are stored.
 
         With PDSTORE_ROLE=decode it waits for pages that P is still storing (see `PageWait`), and
         counts the expected pages as stored.
         """
-        keys = self._keys(hashes)
+        keys = self._keys(KV, hashes)
         if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
             return len(keys)
-        return len(self._cache.lookup(keys).wait(_MAX_TIMEOUT_S).keys)
+        return self._num_matched(keys)
 
-    def load(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
-        """Loads stored pages into the host pool; returns how many leading pages were loaded.
+    def restorable(self, hashes: Sequence[str], num_last: Mapping[str, int | None]) -> Restorable:
+        """Returns after how many of a prompt's pages SGLang can go on with all of its host pools.
 
-        It loads expected pages as soon as P has stored them.
+        With PDSTORE_ROLE=decode it waits for pages that P is still storing. P stores the KV of a
+        page after all that is beside it. So if all pages of each pool are needed, expected pages
+        count as stored. A state or a window may be missing: then it waits until P has stored all.
+
+        hashes: of all pages of the prompt.
+        num_last: by the name of each pool beside KV, how many of the last pages SGLang needs to go
+          on; None for all pages.
         """
-        numbers = self._pages.numbers(host_indices, len(hashes))
-        keys = self._keys(hashes)
+        keys = self._keys(KV, hashes)
+        if self._wait is not None and hashes and self._wait.wait_for_pages(keys, is_whole=True):
+            if all(number is None for number in num_last.values()):
+                return Restorable([len(keys)], dict.fromkeys([KV, *num_last], len(keys)))
+            for _ in self._wait.page_counts(keys) or ():
+                pass  # it ends when all pages are stored, or when no more are expected
+        num_pages = self._num_matched(keys)
+        if not num_pages:
+            return Restorable()
+        keys = keys.prefix(keys.end_of(num_pages))
+        sidecars = [
+            Sidecar(name, self._keys(name, hashes[:num_pages]), number)
+            for name, number in num_last.items()
+        ]
+        found = self._sidecars.find(keys, sidecars)
+        found.by_pool[KV] = num_pages
+        return found
+
+    def load(self, hashes: Sequence[str], host_indices: torch.Tensor, pool: str = KV) -> int:
+        """Loads stored pages into a host pool; returns how many leading pages were loaded.
+
+        It loads expected pages of KV as soon as P has stored them.
+        """
+        keys = self._keys(pool, hashes)
+        numbers = self._pages[pool].numbers(host_indices, len(hashes))
         done = 0
-        for stop in self._stored(keys):
-            job = self._pool.load(self._keys(hashes[done:stop]), numbers[done:stop])
+        for stop in self._stored(keys) if pool == KV else (len(keys),):
+            job = self._pools[pool].load(self._keys(pool, hashes[done:stop]), numbers[done:stop])
             done += self._num_pages(job)
             if done < stop:
                 break
-        self._pool.metrics.tokens.labels("loaded").inc(done * self.namespace.block_tokens)
+        if pool == KV:
+            tokens = done * self.namespace.block_tokens
+            self._metrics.tokens.labels("loaded").inc(tokens)
         return done
 
-    def save(self, hashes: Sequence[str], host_indices: torch.Tensor) -> int:
-        """Stores pages of the host pool; returns how many leading pages can be loaded now."""
-        numbers = self._pages.numbers(host_indices, len(hashes))
-        return self._num_pages(self._pool.save(self._keys(hashes), numbers))
+    def save(self, hashes: Sequence[str], host_indices: torch.Tensor, pool: str = KV) -> int:
+        """Stores pages of a host pool; returns how many leading pages can be loaded now."""
+        keys = self._keys(pool, hashes)
+        numbers = self._pages[pool].numbers(host_indices, len(hashes))
+        return self._num_pages(self._pools[pool].save(keys, numbers))
 
     def clear(self) -> bool:
         """Forgets all values of this namespace; returns False if the store fails."""
@@ -367,6 +317,25 @@ class PagePool:
     def close(self) -> None:
         """Ends running jobs and closes the connections. A second call does nothing."""
         self._resources.close()
+
+    def _open(self, pool: str, store: Store) -> KVPool:
+        pages = self._pages[pool]
+        namespace = self._namespaces[pool]
+        return KVPool(
+            self._settings,
+            pages.layout,
+            pages.caches,
+            namespace,
+            metrics=self._metrics,
+            store=store,
+        )
+
+    @property
+    def _problem(self) -> str | None:
+        return next((pool.problem for pool in self._pools.values() if pool.problem), None)
+
+    def _num_matched(self, keys: PromptKeys) -> int:
+        return len(self._cache.lookup(keys).wait(_MAX_TIMEOUT_S).keys)
 
     def _stored(self, keys: PromptKeys) -> Iterator[int]:
         """Yields how many leading pages can be loaded, each time that this number grows."""
@@ -377,11 +346,17 @@ class PagePool:
             yield from counts
             self._cache.lookup(keys)  # only to count hits and misses: nobody waits for it
 
-    def _keys(self, hashes: Sequence[str]) -> PromptKeys:
-        """Returns the keys of pages. hashes: each covers a page and all pages before it."""
-        digest = self.namespace.digest
+    def _keys(self, pool: str, hashes: Sequence[str]) -> PromptKeys:
+        """Returns the keys of pages. hashes: each covers a page and all pages before it.
+
+        Raises LayoutError for a host pool that was not there at the start.
+        """
+        namespace = self._namespaces.get(pool)
+        if namespace is None:
+            raise LayoutError(f"there was no host pool {pool} when the storage backend started")
+        digest = namespace.digest
         names = [hashlib.sha256(digest + each.encode()).digest()[:HASH_BYTES] for each in hashes]
-        return PromptKeys.named(self.namespace, names)
+        return PromptKeys.named(namespace, names)
 
     def _num_pages(self, job: Job) -> int:
         return job.wait(_MAX_TIMEOUT_S).num_tokens // self.namespace.block_tokens

@@ -193,11 +193,18 @@ def test_what_cannot_be_served_is_refused_at_the_start(serve, options, why):
         serve(wheel.mha_pool(), **options)
 
 
-def test_a_pool_beside_the_kv_is_refused(serve):
+def test_a_pool_beside_kv_is_refused_by_name_if_it_is_not_known(serve):
+    """Up to SGLang 0.5.22 each is; later versions give lengths that all of their ranks can load."""
     server = serve(wheel.mha_pool())
-    server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.KV)
-    with pytest.raises(ConfigError, match=r"the pool mamba, .* wrong answers"):
-        server.backend.register_mem_host_pool_v2(server.pool, wheel.hicache_storage.PoolName.MAMBA)
+    names = wheel.hicache_storage.PoolName
+    server.backend.register_mem_host_pool_v2(server.pool, names.KV)
+    with pytest.raises(ConfigError, match=r"the pool deepseek_v4_c4.* wrong answers"):
+        server.backend.register_mem_host_pool_v2(server.pool, names.DEEPSEEK_V4_C4)
+    why = r"the host pool MHATokenToKVPoolHost \(mamba\)"
+    if not hasattr(wheel.hicache_storage.HiCacheStorage, "on_host_pools_registered"):
+        why = r"the pool mamba before SGLang 0.5.23"
+    with pytest.raises(ConfigError, match=why):
+        server.backend.register_mem_host_pool_v2(server.pool, names.MAMBA)
 
 
 def test_data_parallel_ranks_of_one_environment_all_start(serve, monkeypatch, caplog):

@@ -16,21 +16,25 @@ from tests.support import sglang_wheel as wheel
 from tests.support.kv import eventually, settings_of
 
 # isort: split
-from pdstore.adapters.sglang.pages import HostPages, PagePool, ServedModel
+from pdstore.adapters.sglang import host_pools
+from pdstore.adapters.sglang.host_pools import ServedModel
+from pdstore.adapters.sglang.pages import PagePool
 
 HASHES = kit.page_hashes(3)
 SERVED = ServedModel("float16", "w", "", None)
 
 
 def pages_of(pool, rank=0, size=1):
-    return HostPages.of_host_pool(pool, SERVED, rank, size)
+    return host_pools.pages_of({"kv": pool}, SERVED, rank, size)["kv"]
 
 
 @pytest.fixture
 def open_pool(tmp_path, closed_after):
     def open_pool(weights="w", **settings):
         settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
-        return closed_after(PagePool(settings, pages_of(wheel.mha_pool()), weights, Metrics()))
+        return closed_after(
+            PagePool(settings, {"kv": pages_of(wheel.mha_pool())}, weights, Metrics())
+        )
 
     return open_pool
 
