@@ -76,6 +76,7 @@ def indexer_pool(anchor, *, layers: int = 2, width: int = 132):
         start_layer=0,
         end_layer=layers,
         layer_num=layers,
+        layer_shard_enabled=False,
         device="cpu",
         index_k_with_scale_buffer=[torch.zeros(1, PAGE * width) for _ in range(layers)],
     )
@@ -230,3 +231,24 @@ class HybridServer:
 
     def close(self) -> None:
         self.backend.close()
+
+
+def agree(ranks: Sequence[HybridServer], operations: Sequence) -> int:
+    """Lets ranks agree on a length, with SGLang's own numbers and their minimum; returns it."""
+    packed: list[torch.Tensor] = []
+
+    def collect(numbers: torch.Tensor, *_: object) -> None:
+        packed.append(numbers.clone())
+
+    def reduce(numbers: torch.Tensor, *_: object) -> None:
+        numbers.copy_(torch.stack(packed[: len(ranks)]).amin(0))
+
+    for all_reduce, cut in ((collect, False), (reduce, True)):
+        for rank, operation in zip(ranks, operations, strict=True):
+            vars(rank.controller).update(_all_reduce=all_reduce, prefetch_hits_sync_groups=[])
+            hits = operation.storage_hit_count
+            if cut:
+                agreed = rank.cut(operation)
+            else:
+                rank.controller._sync_prefetch_hit_query(operation, hits)
+    return agreed

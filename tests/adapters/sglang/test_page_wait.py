@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -39,10 +40,10 @@ class D:
     def store_pages(self, *numbers: int) -> None:
         put(self.store, [NAMES[n] for n in numbers], [b"page"] * len(numbers))
 
-    def begin(self, threads: ThreadPoolExecutor) -> Future[bool]:
+    def begin(self, threads: ThreadPoolExecutor, *, is_whole: bool = False) -> Future[bool]:
         """Waits on a thread; returns when the store has been looked at."""
         before = self.num_looks()
-        waiting = threads.submit(self.wait.wait_for_pages, KEYS)
+        waiting = threads.submit(self.wait.wait_for_pages, KEYS, is_whole=is_whole)
         eventually(lambda: self.num_looks() > before)
         return waiting
 
@@ -80,6 +81,21 @@ def test_it_ends_with_the_first_page_that_comes_and_the_rest_is_followed(serve):
             d.store_pages(number)
             assert coming.result(LONG_S / 2) == number + 1
     assert next(page_counts, None) is None
+
+
+@pytest.mark.parametrize(("is_whole", "followed"), [(True, [1, 2]), (False, [])])
+def test_later_batches_of_a_whole_prompt_are_expected_as_well(serve, is_whole, followed):
+    d = serve(batch_pages=2)
+    second = PromptKeys.named(NAMESPACE, KEYS.hashes(2))
+    with ThreadPoolExecutor() as threads:
+        waiting = d.begin(threads, is_whole=is_whole)
+        d.store_pages(0)
+        assert waiting.result(LONG_S / 2)
+    d.store_pages(2)
+    counts = d.wait.page_counts(second) or iter(())
+    assert list(itertools.islice(counts, 1)) == followed[:1]
+    d.store_pages(1, 3)
+    assert list(counts) == followed[1:]
 
 
 @pytest.mark.parametrize("bounds", [{"page_timeout_s": 0.05}, {"total_s": 0.05}])
