@@ -2,9 +2,9 @@
 
 `make setup` downloads the wheel without its dependencies, and it is never unpacked. Empty modules
 stand for the GPU's half and the platform checks; the storage interface, the loader of backends,
-the host pools, the cache controller, the server's context and what tells how arguments were
-resolved are the wheel's. TEST_SGLANG_WHEELS names a directory with another wheel, for which
-`make nightly` runs the same tests.
+the host pools, the cache controllers, the server's context and what tells how arguments were
+resolved are the wheel's. From 0.5.23 on they need msgspec. TEST_SGLANG_WHEELS names a directory
+with another wheel, for which `make nightly` runs the same tests.
 """
 
 from __future__ import annotations
