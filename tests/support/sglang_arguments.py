@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoProcessor
 
-from pdstore.adapters.sglang.pages import refuse_unsupported, server_arguments
+from pdstore.adapters.sglang.pages import STATE_KERNELS, refuse_unsupported, server_arguments
 from pdstore.errors import ConfigError
 from tests.support.left_out import find_in, leave_out
 
@@ -24,7 +24,7 @@ READ = (
     *("kv_cache_dtype", "context_length", "json_model_override_args", "enable_lora", "lora_paths"),
     "hicache_storage_prefetch_policy",
 )
-"""The arguments that the adapter reads."""
+"""The arguments that the adapter reads; of those of states, a version may lack some."""
 _LEFT_OUT = ("torchvision", "torchao", "sgl_kernel", "gguf", "IPython", "outlines")
 _HICACHE = [
     "--enable-hierarchical-cache",
@@ -57,13 +57,17 @@ def _resolved(options: list[str]):
     return args
 
 
+def _read_of(args) -> list[str]:
+    return [*READ, *(name for name in STATE_KERNELS if hasattr(args, name))]
+
+
 def _sglangs(args) -> dict[str, object]:
     """Returns the arguments as SGLang's own modules read them: from the context's configuration."""
     from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.runtime_context import get_context
 
     values = {}
-    for name in READ:
+    for name in _read_of(args):
         first, *others = namespace_of(type(args))[name].split(".")
         values[name] = functools.reduce(getattr, [*others, name], get_context().config_bag(first))
     return values
@@ -87,9 +91,9 @@ def _told(options: list[str]) -> dict[str, object]:
     args = _resolved(options)
     read = server_arguments()
     return {
-        "typed": {name: getattr(args, name) for name in READ},
+        "typed": {name: getattr(args, name) for name in _read_of(args)},
         "sglangs": _sglangs(args),
-        "pdstores": {name: getattr(read, name) for name in READ},
+        "pdstores": {name: getattr(read, name) for name in _read_of(args)},
         "adapters": [adapter.lora_id for adapter in read.lora_paths or ()],
         "refusal": _refusal(read),
     }
