@@ -131,7 +131,9 @@ def pages_of(
     pieces = {name: _pieces(pools[name]) for name in names}
     layers = {KV: [_kv_layer(kv, tp_size)] * kv.layer_num}
     for table, name in enumerate(names[1:], 1):
-        layers[name] = _sidecar_layers(pools[name], pieces[name], kv, served, tp_size, table)
+        forms = _forms(pools[name], served, kv, tp_size, len(pieces[name]))
+        made = _sidecar_layers(pools[name], pieces[name], forms, kv.page_size, tp_size)
+        layers[name] = [replace(layer, table=table) for layer in made]
     identity = Identity(
         dtype=served.dtype,
         layers=tuple(layer for name in names for layer in layers[name]),
@@ -142,14 +144,14 @@ def pages_of(
         num_shards=tp_size,
     )
     stages = tuple(stage for stage, name in enumerate(names) for _ in layers[name])
-    made = {}
+    pages = {}
     for stage, name in enumerate(names):
         pipeline = Pipeline(stages, stage)
         by_layer = Layout(identity, kv.page_size, tp_rank, tp_size, pipeline)
         given = _in_pieces(by_layer, len(pieces[KV])) if name == KV else _in_one_table(by_layer)
         layout = replace(by_layer, given=given)
-        made[name] = HostPages(layout, pieces[name], pools[name].page_size)
-    return made
+        pages[name] = HostPages(layout, pieces[name], pools[name].page_size)
+    return pages
 
 
 def _kv_layer(pool: Any, tp_size: int) -> LayerSpec:
@@ -176,43 +178,41 @@ def _pieces(pool: Any) -> list[torch.Tensor]:
 
 
 def _sidecar_layers(
-    pool: Any,
-    pieces: Sequence[torch.Tensor],
-    kv: Any,
-    served: ServedModel,
-    tp_size: int,
-    table: int,
+    pool: Any, pieces: Sequence[torch.Tensor], forms: Sequence[str], tokens: int, tp_size: int
 ) -> list[LayerSpec]:
     """Returns a layer for each piece of a sidecar's pages, whatever they have: a page is bytes.
+
+    They are of no block table yet. forms: what the bytes of each piece are.
+    """
+    is_whole = type(pool).__name__ in (_MLA, _INDEXER)  # states are split, even beside latents
+    layers = [
+        LayerSpec.page(piece.shape[1], tokens, form)
+        for piece, form in zip(pieces, forms, strict=True)
+    ]
+    if is_whole:
+        return layers
+    return [replace(layer, num_kv_heads=tp_size, is_whole=False) for layer in layers]
+
+
+def _forms(pool: Any, served: ServedModel, kv: Any, tp_size: int, num_pieces: int) -> list[str]:
+    """Returns what the bytes of each piece of a sidecar's pages are.
 
     Raises ConfigError for a sliding window of another element type than that of KV.
     """
     kind = type(pool).__name__
-    form: list[Any] = [kind, pool.layout]
     if kind == _MAMBA:
-        form = [kind, served.state_kernels]
         shapes = [[str(tensor.dtype), *tensor.shape[1:]] for tensor in pool.kv_buffer]
-    elif kind == _INDEXER:
-        shapes = [[str(pool.indexer_dtype), pool.layer_num, pool.indexer_page_stride_size]]
-    else:
-        if pool.dtype != kv.dtype:
-            raise ConfigError(
-                f"the host pool of sliding windows has {pool.dtype}, and that of KV {kv.dtype}:"
-                " pdstore supports only windows of KV's type"
-            )
-        heads = [pool.kv_cache_dim] if kind == _MLA else [pool.head_num * tp_size, pool.head_dim]
-        shapes = [["window", pool.layer_num, *heads]]
-    is_whole = kind in (_MLA, _INDEXER)  # states are split, even beside latents
-    made = []
-    for number, piece in enumerate(pieces):
-        shape = shapes[number if len(shapes) > 1 else 0]
-        layer = LayerSpec.page(
-            piece.shape[1], kv.page_size, canonical([*form, *shape]), table=table
+        return [canonical([kind, served.state_kernels, *shape]) for shape in shapes]
+    if kind == _INDEXER:
+        shape = [str(pool.indexer_dtype), pool.layer_num, pool.indexer_page_stride_size]
+        return [canonical([kind, pool.layout, *shape])] * num_pieces
+    if pool.dtype != kv.dtype:
+        raise ConfigError(
+            f"the host pool of sliding windows has {pool.dtype}, and that of KV {kv.dtype}:"
+            " pdstore supports only windows of KV's type"
         )
-        if not is_whole:
-            layer = replace(layer, num_kv_heads=tp_size, is_whole=False)
-        made.append(layer)
-    return made
+    heads = [pool.kv_cache_dim] if kind == _MLA else [pool.head_num * tp_size, pool.head_dim]
+    return [canonical([kind, pool.layout, "window", pool.layer_num, *heads])] * num_pieces
 
 
 def _in_one_table(layout: Layout) -> Geometry:

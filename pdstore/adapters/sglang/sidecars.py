@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdstore.errors import StoreError, reason_of
+from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match
@@ -88,12 +88,14 @@ class SidecarLookup:
         """
         found = Restorable()
         if self._queue.is_stuck:
+            self._metrics.miss(Reason.STORE_SLOW)
             return found
         self._asked = (sidecars, found)
         lookup = Lookup(keys, None, self._timeout_s, self._count)
         self._queue.add(lookup)
         ended = lookup.wait(2 * self._timeout_s)  # it ends sooner, at its own deadline
-        return found if ended.reason is None else Restorable()
+        is_answer = ended.reason in (None, Reason.ABSENT)  # else the call may still fill it
+        return found if is_answer else Restorable()
 
     def close(self) -> None:
         """Ends a running call. A second call does nothing."""
@@ -111,7 +113,9 @@ class SidecarLookup:
             return Match.miss(keys, reason_of(error), error)
         found.lengths = by_length.lengths
         found.by_pool = by_length.by_pool
-        return Match(keys, keys.num_tokens, None)
+        num_tokens = keys.end_of(found.lengths[-1]) if found.lengths else 0
+        reason = None if num_tokens == keys.num_tokens else Reason.ABSENT
+        return Match(keys.prefix(num_tokens), num_tokens, reason)
 
 
 def restorable(store: Store, num_pages: int, sidecars: Sequence[Sidecar]) -> Restorable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdstore.errors import ConfigError, Reason
 from pdstore.format.keys import Namespace, Part, PromptKeys
+from pdstore.metrics import Metrics
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import FindsKeys
 from pdstore.store.wrappers import WrapperStore
@@ -22,10 +24,11 @@ from tests.support import sglang_pools as pools
 from tests.support import sglang_server as kit
 from tests.support import sglang_wheel as wheel
 from tests.support.engine_pools import files_of
-from tests.support.kv import eventually
+from tests.support.kv import eventually, settings_of
 
 # isort: split
-from pdstore.adapters.sglang.sidecars import Sidecar, restorable
+from pdstore.adapters.sglang.host_pools import ServedModel, pages_of
+from pdstore.adapters.sglang.sidecars import Sidecar, SidecarLookup, restorable
 
 HASHES = kit.page_hashes(5)
 SAVED, LOADED = [3, 1, 7, 2, 9], [8, 4, 0, 5, 6]
@@ -82,6 +85,8 @@ def test_a_state_beside_kv_reaches_another_server(serve_hybrid, any_store):
     assert d.transfer(found, LOADED[:4], mamba=[21]) == {"kv": 4, "mamba": 1}
     assert_pages_came(p, d, "kv", SAVED[:4], LOADED[:4])
     assert_pages_came(p, d, "mamba", [11], [21])
+    eventually(lambda: count_of(d, "misses", reason=Reason.ABSENT.value) == 1)
+    eventually(lambda: count_of(d, "tokens", verb="loaded") == 4 * 64)
 
 
 def test_windows_are_loaded_by_their_last_pages(serve_hybrid, any_store):
@@ -304,6 +309,27 @@ def test_states_of_another_form_are_of_another_namespace(serve_hybrid, tmp_path)
     assert [other.backend.batch_exists(HASHES) for other in others] == [0] * len(others)
 
 
+@pytest.mark.parametrize(
+    ("make", "pinned"),
+    [
+        (mamba, "7fd08b47c98e63a2f66d4584bd50950d"),
+        (windows, "9da46033bbe6353e50d3c4ba017aa15b"),
+        (sparse, "a7c5d62aebf6251539703021169be5ba"),
+    ],
+)
+def test_the_namespace_of_host_pools_is_what_it_always_was(make, pinned):
+    """Another digest is another namespace: what an older version has stored would not be found."""
+    served = ServedModel("float16", "w", "", None, "[]")
+    ranks = [pages_of(make(), served, rank, 2) for rank in range(2)]
+    namespaces = [
+        pages.layout.namespace(settings_of(), weights="w")
+        for each in ranks
+        for pages in each.values()
+    ]
+    assert {each.hex for each in namespaces} == {pinned}
+    assert not any(each.needs or each.states for each in namespaces)
+
+
 def test_kv_alone_has_the_same_pages_by_both_of_sglangs_controllers(serve_hybrid, serve):
     serve(wheel.mha_pool()).backup(HASHES, SAVED)
     assert serve_hybrid({"kv": wheel.mha_pool()}).backend.batch_exists(HASHES) == 5
@@ -366,3 +392,37 @@ def test_lengths_of_a_store_that_cannot_search_or_that_loses_pages(finds, length
     found = restorable(store, 12, [Sidecar("mamba", KEYS, 1)])
     assert found.lengths == lengths
     assert json.dumps(found.by_pool) == ("{}" if finds is None else '{"mamba": 12}')
+
+
+class Hanging(WrapperStore):
+    """A store whose searches hang until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.goes_on = threading.Event()
+
+    def which_stored(self, keys):
+        self.goes_on.wait(60)
+        return self.wrapped.which_stored(keys)
+
+    def optional(self, protocol):
+        return self if protocol is FindsKeys else super().optional(protocol)
+
+
+def test_a_search_that_hangs_holds_up_nobody_and_its_late_answer_is_not_used(closed_after):
+    store, metrics = Hanging(), Metrics()
+    put(store, names := KEYS.store_keys(NAMESPACE.parts), [b"state"] * len(names))
+    lookup = closed_after(SidecarLookup(store, metrics, timeout_s=0.05))
+    states = [Sidecar("mamba", KEYS, 1)]
+    first = lookup.find(KEYS, states)
+    assert first.lengths == []
+
+    def num_slow():
+        lookup.find(KEYS, states)
+        labels = {"reason": Reason.STORE_SLOW.value}
+        return metrics.registry.get_sample_value("pdstore_misses_total", labels)
+
+    eventually(lambda: num_slow() >= 1)
+    store.goes_on.set()
+    eventually(lambda: lookup.find(KEYS, states).lengths == [*range(1, 13)])
+    assert first.lengths == []
