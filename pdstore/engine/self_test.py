@@ -24,6 +24,7 @@ from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
+from pdstore.worker.swap.base import LayerCache
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Tried(NamedTuple):
 def self_test(
     settings: Settings,
     layout: Layout,
-    kv_caches: Sequence[torch.Tensor],
+    kv_caches: Sequence[LayerCache],
     *,
     num_tokens: int | None = None,
     store: Store | None = None,
@@ -86,7 +87,7 @@ def _try(
     store: Store,
     settings: Settings,
     layout: Layout,
-    kv_caches: Sequence[torch.Tensor],
+    kv_caches: Sequence[LayerCache],
     num_tokens: int,
 ) -> Tried:
     namespace = layout.namespace(settings, weights=f"selftest:{secrets.token_hex(8)}")
@@ -168,22 +169,27 @@ def _finish(step: str, keys: PromptKeys, job: Job, deadline_s: float) -> None:
 
 
 def _prompt_of(
-    layout: Layout, caches: Sequence[torch.Tensor], tables: BlockTables, num_tokens: int
+    layout: Layout, caches: Sequence[LayerCache], tables: BlockTables, num_tokens: int
 ) -> list[torch.Tensor]:
-    """Returns the bytes of the prompt's tokens, or of its pages or its state, in each cache."""
+    """Returns the bytes of the prompt's tokens, or of its pages or its state, in each tensor."""
     held = []
     for cache, cells in zip(caches, layout.geometry.caches.values(), strict=True):
         table = tables[cells.table]
-        if isinstance(table, Mapping):
-            held.append(cache[list(table.values())])
-        else:
-            blocks = cache[list(table)]
+        ids = list(table.values() if isinstance(table, Mapping) else table)
+        for tensor in cache if isinstance(cache, tuple) else (cache,):
+            blocks = tensor[ids]
             held.append(blocks if cells.dtype is None else blocks.flatten(0, 1)[:num_tokens])
     return [each.contiguous().view(torch.uint8) for each in held]  # as bytes: NaN != NaN
 
 
-def _random_like(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _random_like(cache: LayerCache, num_blocks: int) -> LayerCache:
     """Returns random blocks whose dimensions lie in memory in the same order as the cache's."""
+    if isinstance(cache, tuple):
+        return tuple(_random_tensor(tensor, num_blocks) for tensor in cache)
+    return _random_tensor(cache, num_blocks)
+
+
+def _random_tensor(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     outermost_first = sorted(range(cache.dim()), key=cache.stride, reverse=True)
     shape = (num_blocks, *cache.shape[1:])
     made = torch.empty_permuted(shape, outermost_first, dtype=cache.dtype, device=cache.device)

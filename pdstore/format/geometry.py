@@ -27,6 +27,8 @@ class CacheGeometry:
     num_heads: the number of KV heads that the rank has.
     dtype: the name of the element type in torch, for a tensor [blocks, tokens, heads, channels].
       None for a tensor of any type that has one cell in each block, whose bytes are contiguous.
+    scales: the dtypes of the tensors of scales, each [blocks, tokens, heads], that belong to the
+      cache. A cell ends with their numbers, in this order.
     """
 
     table: int
@@ -35,6 +37,7 @@ class CacheGeometry:
     cell_bytes: int
     num_heads: int
     dtype: str | None
+    scales: tuple[str, ...] = ()
 
     @classmethod
     def of_blocks(cls, table: int, tokens: int | None, num_bytes: int) -> CacheGeometry:

@@ -37,9 +37,13 @@ class LayerSpec:
       of two forms are never exchanged.
     cell_tokens: the number of tokens that are stored only together: of a page, all of its tokens;
       None for a state.
+    scales: the name in torch of the type of the scales that a quantized cache keeps in tensors of
+      their own: of each token and head one for K and, unless V is not stored, one for V. None if
+      there are no such tensors.
 
     `latent`, `state` and `page` make the layers that are neither full attention nor a sliding
-    window.
+    window. Raises LayoutError for scales that no torch dtype names, and for those of a state or a
+    page, whose bytes contain all that they need.
     """
 
     num_kv_heads: int
@@ -50,6 +54,18 @@ class LayerSpec:
     is_whole: bool = False
     form: str | None = None
     cell_tokens: int | None = 1
+    scales: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scales is None:
+            return
+        if not isinstance(getattr(torch, self.scales, None), torch.dtype):
+            raise LayoutError(f"scales of {self.scales!r}: this is no torch dtype")
+        if self.form is not None:
+            raise LayoutError(
+                "a state or a page is one tensor, with its scales inside: leave `scales` out, and"
+                " let `form` tell where they are"
+            )
 
     @classmethod
     def latent(cls, channels: int, *, table: int = 0) -> LayerSpec:
@@ -105,7 +121,16 @@ class LayerSpec:
 
     def cell_bytes(self, itemsize: int) -> int:
         """Returns the bytes of a cell, of one head. itemsize: the bytes of an element of KV."""
-        return self.channels * (itemsize if self.form is None else 1)
+        num_bytes = self.channels * (itemsize if self.form is None else 1)
+        for name in self.scales_of_cell:
+            dtype: torch.dtype = getattr(torch, name)
+            num_bytes += dtype.itemsize
+        return num_bytes
+
+    @property
+    def scales_of_cell(self) -> tuple[str, ...]:
+        """The dtype of each scale behind the elements of a cell: K's, and then V's."""
+        return (self.scales,) * (1 if self.value_dim == 0 else 2) if self.scales else ()
 
     @property
     def is_state(self) -> bool:
@@ -255,6 +280,8 @@ class Identity:
             fields["items"] = self.items
         if any(spec.form is not None for spec in self.layers):
             fields["form"] = [spec.form for spec in self.layers]
+        if any(spec.scales is not None for spec in self.layers):
+            fields["scales"] = [spec.scales for spec in self.layers]
         return Namespace(
             fields,
             self.parts,

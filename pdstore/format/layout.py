@@ -237,6 +237,7 @@ class Layout:
             cell_bytes=cell_bytes,
             num_heads=spec.num_kv_heads // (1 if spec.is_whole else self.tp_size),
             dtype=identity.dtype,
+            scales=spec.scales_of_cell,
         )
         return by_token if identity.page is None else by_token.in_pages()
 
@@ -312,7 +313,7 @@ def _check_boundary(
 def _check_blocks(layout: Layout) -> None:
     """Raises LayoutError if blocks of the pool are not whole engine blocks of every table.
 
-    Neither may a page be more or less than an engine block.
+    Neither may a page be more or less than an engine block, nor a packed one be several tensors.
     """
     block_tokens = layout.block_tokens
     is_paged = layout.identity.page is not None
@@ -323,6 +324,11 @@ def _check_blocks(layout: Layout) -> None:
                 f"engine blocks of {entries[spec.table]} tokens, and pages of {spec.cell_tokens}:"
                 " a page is stored whole, so it must be one engine block"
             )
+    if is_paged and any(spec.scales for spec in layout.identity.layers):
+        raise LayoutError(
+            "an engine that packs its blocks as pages keeps all of a page in one tensor: its layers"
+            " have no scales in tensors of their own"
+        )
     for entry_tokens in entries:
         if entry_tokens is None:
             continue

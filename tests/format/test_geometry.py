@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdstore.errors import LayoutError
@@ -16,7 +18,7 @@ PAGE = LayerSpec.page(64 * 132, 64, "rows, scales")
 
 def geometry_of(part, **changes):
     given = {"layers": (FULL, MLA, FULL), "block_tokens": 64, "engine_block_tokens": 16}
-    made = flat_layout(dtype="bfloat16", rope="", **{**given, **changes})
+    made = flat_layout(**{"dtype": "bfloat16", "rope": "", **given, **changes})
     return made.geometry.parts[part]
 
 
@@ -28,6 +30,16 @@ def test_without_pages_each_token_is_a_cell():
     assert full.cache.entry_cells == mla.cache.entry_cells == 16
     assert full.payload_bytes(5) == 2 * 5 * 8 * 256 * 2
     assert mla.payload_bytes(64) == 64 * 576 * 2
+
+
+def test_a_cell_ends_with_its_scales_so_a_tail_has_those_of_its_tokens_only():
+    """K has one and V has one; MLA, which stores no V, has one."""
+    full, mla = (replace(spec, scales="float32") for spec in (FULL, MLA))
+    parts = [geometry_of(Part(group, 0), layers=(full, mla), dtype="int8") for group in (0, 1)]
+    assert [part.cache.cell_bytes for part in parts] == [256 + 2 * 4, 576 + 4]
+    assert [part.cache.scales for part in parts] == [("float32", "float32"), ("float32",)]
+    assert [part.payload_bytes(1) for part in parts] == [8 * (256 + 8), 576 + 4]
+    assert [part.payload_bytes(5) for part in parts] == [5 * 8 * (256 + 8), 5 * (576 + 4)]
 
 
 def test_a_packed_page_of_one_head_is_one_cell_and_a_tail_has_a_whole_page():

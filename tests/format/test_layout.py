@@ -90,6 +90,14 @@ def test_equal_layers_of_a_range_are_a_group_and_ranges_come_in_order():
             {"layers": (MLA, dataclasses.replace(PAGE, table=1)), "engine_block_tokens": (64, 16)},
             "engine blocks of 16 tokens, and pages of 64",
         ),
+        (
+            {
+                "layers": (dataclasses.replace(FULL, scales="float32"),),
+                "page": "packed",
+                "block_tokens": 16,
+            },
+            "packs its blocks as pages keeps all of a page in one tensor",
+        ),
         ({"num_ranges": 4}, "3 layers do not make 4 ranges"),
         ({"pipeline": Pipeline((0, 0, 1), 0)}, "PDSTORE_LAYER_RANGES=2"),
     ],
@@ -162,6 +170,26 @@ def test_a_page_has_tokens():
         LayerSpec.page(132, 0, "row, scale")
 
 
+@pytest.mark.parametrize(
+    ("spec", "scales", "word"),
+    [
+        (FULL, "fp8", "scales of 'fp8': this is no torch dtype"),
+        (FULL, "nn", "scales of 'nn': this is no torch dtype"),
+        (PAGE, "float32", "with its scales inside: leave `scales` out"),
+        (STATE, "float32", "with its scales inside: leave `scales` out"),
+    ],
+)
+def test_scales_are_numbers_that_belong_to_tokens(spec, scales, word):
+    with pytest.raises(LayoutError, match=word):
+        dataclasses.replace(spec, scales=scales)
+
+
+def test_scales_count_in_bytes_where_layer_ranges_are_chosen():
+    full, mla = (dataclasses.replace(spec, scales="float32") for spec in (FULL, MLA))
+    made = layout(dtype="int8", layers=(full, mla)).identity
+    assert made.block_bytes == 64 * (8 * (256 + 2 * 4) + 576 + 4)
+
+
 def test_pages_count_in_bytes_where_layer_ranges_are_chosen():
     layers = [MLA, PAGE] * 4
     made = Layout.of(
@@ -172,7 +200,12 @@ def test_pages_count_in_bytes_where_layer_ranges_are_chosen():
 
 @pytest.mark.parametrize(
     ("layers", "page", "has_pages"),
-    [((MLA,), None, False), ((MLA, PAGE), None, True), ((MLA,), "packed", True)],
+    [
+        ((MLA,), None, False),
+        ((dataclasses.replace(MLA, scales="float32"),), None, False),
+        ((MLA, PAGE), None, True),
+        ((MLA,), "packed", True),
+    ],
 )
 def test_a_salt_is_refused_where_a_tail_carries_its_whole_page(layers, page, has_pages):
     """Behind the tail lies what an earlier request has left, of another tenant perhaps."""
@@ -266,6 +299,8 @@ NAMESPACE_CHANGES = [
     {"rope": "theta=1e6"},
     {"num_shards": 2},
     {"draft_layers": 1},
+    {"layers": (FULL, SLIDING, dataclasses.replace(FULL, scales="float32"))},
+    {"layers": (FULL, SLIDING, dataclasses.replace(FULL, scales="bfloat16"))},
 ]
 
 

@@ -20,6 +20,7 @@ PINNED = {
     **json.loads((VECTORS / "namespaces.json").read_text()),
     **json.loads((VECTORS / "namespaces_with_states.json").read_text()),
     **json.loads((VECTORS / "namespaces_with_pages.json").read_text()),
+    **json.loads((VECTORS / "namespaces_with_scales.json").read_text()),
 }
 FULL = LayerSpec(8, 128)
 OTHER_VALUES = LayerSpec(8, 192, value_dim=128)
@@ -27,6 +28,7 @@ SLIDING = LayerSpec(4, 64, window=1024, table=1)
 MLA = LayerSpec.latent(576)
 CONV, SSM = (LayerSpec.state(4100, form, table=2) for form in ("conv, bfloat16", "ssm, float32"))
 PAGE = LayerSpec.page(64 * 132, 64, "rows of fp8, scales of float32")
+SCALED, SCALED_MLA = (replace(spec, scales="float32") for spec in (FULL, MLA))
 ROPE = '{"rope_theta": 10000.0}'
 
 LAYOUTS = {
@@ -76,6 +78,13 @@ LAYOUTS = {
         "engine_block_tokens": 64,
     },
     "pages beside states": {"layers": [PAGE, MLA, CONV], "engine_block_tokens": (64, 64, None)},
+    "scales apart": {
+        "layers": [SCALED] * 4,
+        "dtype": "int8",
+        "quantization": "int8, a scale for each token and head",
+    },
+    "scales apart in shards": {"layers": [SCALED] * 4, "dtype": "int8", "tp_size": 2, "tp_rank": 1},
+    "scales apart beside layers without": {"layers": [SCALED, SCALED_MLA, FULL], "dtype": "int8"},
 }
 SETTINGS = {
     "a salt": {"salt": "secret"},
@@ -118,10 +127,11 @@ def test_stages_and_ranks_that_each_hold_all_of_mla_are_no_part_of_a_namespace()
     assert pinned_of({"layers": [MLA] * 27}, {})["hex"] == PINNED["mla on several ranks"]["hex"]
 
 
-def test_a_layout_without_states_or_pages_has_no_field_for_them():
+def test_a_layout_without_states_pages_or_scales_has_no_field_for_them():
     for name, (layout, _) in CASES.items():
-        has_form = any(spec.form is not None for spec in layout["layers"])
-        assert ("form" in PINNED[name]["described"]) == has_form
+        for field in ("form", "scales"):
+            is_needed = any(getattr(spec, field) is not None for spec in layout["layers"])
+            assert (field in PINNED[name]["described"]) == is_needed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,16 +38,18 @@ SHAPES = st.fixed_dictionaries(
 
 @st.composite
 def layouts(draw) -> Layout:
-    """Up to 18 regions of small copies, in every split; two tables of equal or other blocks.
+    """Up to 36 regions of small copies, in every split; two tables of equal or other blocks.
 
-    And pages in both; and states in a table of their own, which all ranks hold or share out.
+    K, V and MLA with scales apart or without; pages; states that all ranks hold or share out.
     """
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     more = draw(st.sampled_from([1, 2, 4]))
     heads = draw(st.sampled_from([1, 2, 4]))
-    specs = [
-        LayerSpec(heads, draw(st.integers(1, 40)), value_dim=draw(st.integers(1, 40))),
-        LayerSpec.latent(draw(st.integers(1, 90)), table=1),
+    scales = draw(st.sampled_from([None, "float32", "bfloat16", "float8_e4m3fn"]))
+    full = LayerSpec(heads, draw(st.integers(1, 40)), value_dim=draw(st.integers(1, 40)))
+    latent = LayerSpec.latent(draw(st.integers(1, 90)), table=1)
+    specs = [full, latent, *(replace(spec, scales=scales) for spec in (full, latent))]
+    specs += [
         LayerSpec.page(draw(st.integers(1, 300)), engine, "a"),
         LayerSpec.page(draw(st.integers(1, 300)), engine * more, "b", table=1),
     ]
@@ -61,7 +64,6 @@ def layouts(draw) -> Layout:
     tp_size = shards if states[0] in layers else 1
     return layout_of(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
-        rope="",
         layers=tuple(layers),
         block_tokens=engine * more * draw(st.sampled_from([1, 2, 4])),
         engine_block_tokens=(
@@ -79,7 +81,6 @@ def deep_layouts(draw) -> Layout:
     """Up to 80 layers, and with K and V apart twice the regions; copies from 3 bytes on."""
     return layout_of(
         dtype="uint8",
-        rope="",
         layers=(LayerSpec(1, draw(st.integers(3, 24)), value_dim=draw(st.integers(0, 9))),)
         * draw(st.integers(1, 80)),
         block_tokens=2,
@@ -95,7 +96,6 @@ def wide_layouts(draw) -> Layout:
     width = draw(st.one_of(st.sampled_from([most, most - 1]), st.integers(1000, most)))
     return layout_of(
         dtype="uint8",
-        rope="",
         layers=(LayerSpec.latent(width),) * draw(st.integers(1, 3)),
         block_tokens=tokens,
         engine_block_tokens=tokens,

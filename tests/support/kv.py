@@ -45,6 +45,7 @@ def caches_of(
     """Returns a cache for each held layer, random or `fill`: [block, token, head, channel].
 
     Of a layer with states or pages: [entry, 1, 1, byte], of int8, with a gap behind each entry.
+    Of a layer with scales in tensors of their own: these behind it, each [block, token, head].
     num_blocks: for each block table, or a single number for all of them.
     """
     caches = []
@@ -59,9 +60,18 @@ def caches_of(
             continue
         shape = (count, cells.entry_tokens, cells.num_heads, channels)
         dtype = getattr(torch, layout.identity.dtype)
-        cache = torch.randn(shape) if fill is None else torch.full(shape, fill)
-        caches.append(cache.to(dtype))
+        cache = _filled(shape, dtype, fill)
+        scales = [_filled(shape[:3], getattr(torch, each), fill) for each in cells.scales]
+        caches.append((cache, *scales) if scales else cache)
     return caches
+
+
+def _filled(shape: Sequence[int], dtype: torch.dtype, fill: float | None) -> torch.Tensor:
+    if fill is not None:
+        return torch.full(shape, fill).to(dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, dtype=dtype)
 
 
 class Instance:
@@ -88,12 +98,13 @@ class Instance:
         rank: tuple[int, int] = (0, 1),
         page: str | None = None,
         boundary_tokens: int | None = None,
+        dtype: str = "float32",
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
         self.layout = Layout.of(
             self.settings,
-            dtype="float32",
+            dtype=dtype,
             layers=layers,
             engine_block_tokens=engine_block_tokens,
             rope="",

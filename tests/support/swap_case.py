@@ -51,7 +51,10 @@ class Case:
                 at += num_blocks * row
                 continue
             widths = [spec.head_dim, spec.channels - spec.head_dim] if split else [spec.channels]
-            for width in filter(None, widths):
+            pieces = [(width, cells.dtype) for width in filter(None, widths)]
+            for width, dtype in pieces + [(1, each) for each in cells.scales]:
+                size = getattr(torch, dtype).itemsize
+                start = -(-at * itemsize // size)
                 heads, tokens = cells.num_heads, cells.entry_tokens
                 inner = width + (pad if pad % 2 else 0)
                 strides = (
@@ -59,18 +62,19 @@ class Case:
                     if heads_outer
                     else (tokens * heads * inner + pad, heads * inner, inner, 1)
                 )
-                shapes.append((n, at, (num_blocks, tokens, heads, width), strides))
-                at += num_blocks * strides[0] + pad
+                shapes.append((n, dtype, start, (num_blocks, tokens, heads, width), strides))
+                at = -(-(start + num_blocks * strides[0] + pad) * size // itemsize)
         generator = torch.Generator().manual_seed(seed)
-        bytes_ = torch.randint(0, 256, (at * itemsize,), generator=generator)
+        num_bytes = -(-at * itemsize // 8) * 8  # elements of every type
+        bytes_ = torch.randint(0, 256, (num_bytes,), generator=generator)
         buffer = bytes_.to(torch.uint8).to(device)
-        flat = buffer.view(getattr(torch, layout.identity.dtype))
         layers: list[list[torch.Tensor]] = [[] for _ in layout.geometry.caches]
-        for n, start, shape, strides in shapes:
+        for n, dtype, start, shape, strides in shapes:
+            flat = buffer.view(getattr(torch, dtype))
             layers[n].append(torch.as_strided(flat, shape, strides, start))
         for n, start, stride, width in whole:
             layers[n].append(torch.as_strided(buffer, (num_blocks, width), (stride, 1), start))
-        caches = [tuple(t) if len(t) == 2 else t[0] for t in layers]
+        caches = [tuple(t) if len(t) > 1 else t[0] for t in layers]
         return cls(layout, num_blocks, buffer, caches)
 
     def copies(self, ids_of_blocks, num_tokens, host, first_token=0, parts=None):

@@ -21,7 +21,7 @@ from pdstore.format.geometry import CacheGeometry, Geometry
 from pdstore.format.keys import Part
 from pdstore.format.layout import Layout
 
-LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+LayerCache: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class BlockCopy(NamedTuple):
@@ -158,7 +158,7 @@ class ByteCaches(NamedTuple):
     """A rank's cache tensors, viewed as bytes.
 
     tensors: by the cache's number in the geometry, [blocks, cells of a block, local KV heads, bytes
-      of a cell]; of a pair (K, V) of tensors, each has a part of the cell.
+      of a cell]; of a tuple of tensors, such as a pair (K, V), each has a part of the cell.
     num_blocks: as in `Swap`.
     """
 
@@ -191,7 +191,7 @@ def _as_bytes(number: int, cells: CacheGeometry, cache: LayerCache) -> tuple[tor
     """Checks the tensors of one cache against its geometry and views them as bytes."""
     if cells.dtype is None or cells.cell_tokens is None:
         return (_block_as_cell(number, cells, cache),)
-    tensors = cache if isinstance(cache, tuple) else (cache,)
+    tensors, scales = _without_scales(number, cells, cache)
     dtype = getattr(torch, cells.dtype)
     expected = (cells.entry_tokens, cells.num_heads)
     for tensor in tensors:
@@ -203,12 +203,54 @@ def _as_bytes(number: int, cells: CacheGeometry, cache: LayerCache) -> tuple[tor
         if tensor.stride(3) != 1:
             raise LayoutError(f"layer {number}: the cache's last dimension must be contiguous")
     channels = sum(t.shape[3] for t in tensors)
-    wanted = cells.cell_bytes // (cells.cell_tokens * dtype.itemsize)
+    of_scales = sum(each.itemsize for each in scales)
+    wanted = (cells.cell_bytes - of_scales) // (cells.cell_tokens * dtype.itemsize)
     if channels != wanted:
         raise LayoutError(f"layer {number}: {channels} channels, expected {wanted}")
     if cells.cell_tokens > 1:
         tensors = (_page_as_cell(number, cache),)
-    return tuple(t.view(torch.uint8) for t in tensors)
+    return tuple(t.view(torch.uint8) for t in (*tensors, *scales))
+
+
+def _without_scales(
+    number: int, cells: CacheGeometry, cache: LayerCache
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """Returns the tensors with K and V, and those with scales as [blocks, tokens, heads, 1]."""
+    tensors = cache if isinstance(cache, tuple) else (cache,)
+    num_scales = len(cells.scales)
+    num_others = len(tensors) - num_scales
+    if not 1 <= num_others <= 2:
+        behind = "`LayerSpec.scales` names no scales"
+        if num_scales:
+            behind = f"then {num_scales} with scales of torch.{cells.scales[0]}"
+        raise LayoutError(
+            f"layer {number}: {len(tensors)} tensors, expected one or two with K and V, and"
+            f" {behind}"
+        )
+    pairs = zip(tensors[num_others:], cells.scales, strict=True)
+    scales = [_checked_scales(number, cells, tensor, dtype) for tensor, dtype in pairs]
+    return tensors[:num_others], scales
+
+
+def _checked_scales(
+    number: int, cells: CacheGeometry, scales: torch.Tensor, dtype: str
+) -> torch.Tensor:
+    """Returns a tensor of scales as [blocks, tokens of an engine block, local KV heads, 1]."""
+    each = scales.squeeze(3) if scales.dim() == 4 else scales
+    given = f"layer {number}: scales of {scales.dtype} {tuple(scales.shape)}"
+    expected = (cells.entry_tokens, cells.num_heads)
+    if each.dtype == getattr(torch, dtype) and tuple(each.shape[1:]) == expected:
+        return each.unsqueeze(3)
+    if cells.entry_tokens != 1 and each.shape[1:].numel() in (1, cells.num_heads):
+        raise LayoutError(
+            f"{given}: one scale for all tokens of a block. A prompt's tail is stored without the"
+            " block's other tokens, and P and D may have blocks of other sizes: have the engine"
+            " quantize with a scale for each token and head, or with scales in the checkpoint"
+        )
+    raise LayoutError(
+        f"{given}, expected torch.{dtype} [blocks, {expected[0]}, {expected[1]}]: a scale for each"
+        " token and head (a view in this order will do)"
+    )
 
 
 def _page_as_cell(number: int, cache: LayerCache) -> torch.Tensor:
@@ -237,6 +279,8 @@ class TorchSwap(Swap):
     kv_caches: for each layer one tensor [blocks, tokens of an engine block, local KV heads,
       channels] or a pair (K, V) of such tensors. The channels of a single tensor are K and then V;
       for MLA they are the latent. The last stride must be 1; the other strides may have any value.
+      Of a layer with `LayerSpec.scales` a tuple that ends with the scales of K and those of V (MLA
+      has one tensor of scales): each [blocks, tokens, heads] or [blocks, tokens, heads, 1].
       For a layer with states or pages, and for each cache of a layout with `given` geometry: a
       tensor [blocks, ...] of any type, with the bytes of each block contiguous.
     Raises LayoutError for a tensor that does not fit the layout.
