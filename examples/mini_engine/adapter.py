@@ -18,7 +18,7 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.model import Model
 from examples.mini_engine.paged_cache import PagedCache
 from examples.mini_engine.request import Request
-from examples.mini_engine.state import FORM, StateCache
+from examples.mini_engine.state import FORM
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,7 @@ class Adapter:
         self, config: Config, model: Model, cache: PagedCache, metrics: pdstore.Metrics
     ) -> None:
         settings = config.settings
-        layout = pdstore.Layout.of(
-            settings,
-            dtype=config.dtype,
-            layers=_layers_of(model, cache.states),
-            engine_block_tokens=config.block_size,
-            rope=model.rope,
-        )
+        layout = _layout_of(config, model, cache)
         weights = pdstore.weights_revision(config.model, settings)
         namespace = layout.namespace(settings, weights=weights)
         caches = [*cache.layers, *([] if cache.states is None else [cache.states.rows])]
@@ -315,13 +309,25 @@ class Adapter:
                 tracked.state.give_up()
 
 
-def _layers_of(model: Model, states: StateCache | None) -> list[pdstore.LayerSpec]:
-    layer = pdstore.LayerSpec(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+def _layout_of(config: Config, model: Model, cache: PagedCache) -> pdstore.Layout:
+    layer = pdstore.LayerSpec(
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scales="float32" if config.is_quantized else None,
+    )
     layers = [layer] * model.num_layers
-    if states is None:
-        return layers
-    num_bytes = states.rows[0].nbytes
-    return [*layers, pdstore.LayerSpec.state(num_bytes, FORM, table=1)]
+    if cache.states is not None:
+        num_bytes = cache.states.rows[0].nbytes
+        layers.append(pdstore.LayerSpec.state(num_bytes, FORM, table=1))
+    quantization = f"{config.dtype} as int8, with a scale for each token and head"
+    return pdstore.Layout.of(
+        config.settings,
+        dtype="int8" if config.is_quantized else config.dtype,
+        layers=layers,
+        engine_block_tokens=config.block_size,
+        rope=model.rope,
+        quantization=quantization if config.is_quantized else None,
+    )
 
 
 def _kept_in_answer(request: Request) -> list[int]:

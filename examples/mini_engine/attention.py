@@ -47,9 +47,9 @@ class Step:
         cache: PagedCache,
         layer_written: Callable[[int], None] | None = None,
     ) -> None:
-        self._layers = cache.layers
+        self._cache = cache
         self._layer_written = layer_written
-        device = cache.layers[0].device
+        device = cache.device
         ids: list[int] = []
         rows: list[int] = []
         positions, slots, tables = [], [], []
@@ -76,8 +76,7 @@ class Step:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the step's K and V, each [kv heads, tokens, dim], into the cache."""
-        slots = self._layers[layer].flatten(0, 1)
-        slots[self._slots] = torch.cat([key, value], dim=-1).transpose(0, 1)
+        self._cache.write(layer, self._slots, key.transpose(0, 1), value.transpose(0, 1))
         if self._layer_written is not None:
             self._layer_written(layer)
 
@@ -88,10 +87,10 @@ class Step:
         """
         out = torch.empty_like(query)
         for rows, table, length in self._prefills:
-            kv = self._layers[layer][table].flatten(0, 1)[:length].transpose(0, 1)
+            kv = self._cache.read(layer, table)[:length].transpose(0, 1)
             out[:, rows] = _attend_chunk(query[:, rows], kv, scaling, window)
         if self._tables is not None:
-            kv = self._layers[layer][self._tables].flatten(1, 2).transpose(1, 2)
+            kv = self._cache.read(layer, self._tables).transpose(1, 2)
             mask = self._mask(kv.shape[2], window)
             out[:, self._rows] = _attend_singles(query[:, self._rows], kv, mask, scaling)
         return out

@@ -47,6 +47,11 @@ class Config:
     )
     device: str = _option("cpu", "cpu, cuda or cuda:N")
     dtype: str = _option("float32", "of weights and KV", choices=("float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = _option(
+        "auto",
+        "of KV: that of --dtype, or int8 with a scale for each token and head",
+        choices=("auto", "int8"),
+    )
     served_model_name: str | None = _option(None, "what clients call it; default: its path")
     threads: int = _option(1, "CPU threads that compute", type=positive)
     state: bool = _option(
@@ -65,6 +70,11 @@ class Config:
                 f"PDSTORE_STATUS_PORT={self.port} and --port {self.port} are one port: the status"
                 " page needs a port of its own"
             )
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the KV cache has numbers of int8, and scales."""
+        return self.kv_cache_dtype == "int8"
 
     @property
     def name(self) -> str:

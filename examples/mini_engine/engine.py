@@ -51,6 +51,7 @@ class Engine:
             getattr(torch, config.dtype),
             config.device,
             _states_of(config, self.model),
+            is_quantized=config.is_quantized,
         )
         self.counters = Counters()
         self.adapter: Adapter | None = None
