@@ -6,11 +6,11 @@
     make chaos ENGINE=vllm
 
 The instances are mini engines, or vLLM on a CPU (`--engine vllm`), and every answer is compared
-with one instance's, ids and probabilities. Half of the mini engines keep a state beside their KV
-(`--engine states`: all). After each round everything that it took must be free
-again: requests, blocks, slots, threads, fds, temporary files, keys. The faults of a round follow
-from the seed and the round's number; where they hit the code does not. The exit status is 1 if
-anything was wrong.
+with one instance's, ids and probabilities. A third of the mini engines keep a state beside their
+KV (`--engine states`: all), and a third quantize it, with scales in tensors of their own
+(`--engine int8`: all). After each round everything that it took must be free again: requests,
+blocks, slots, threads, fds, temporary files, keys. The faults of a round follow from the seed and
+the round's number; where they hit the code does not. The exit status is 1 if anything was wrong.
 """
 
 # Decision: docs/decisions/039-model-and-fuzz.md

@@ -12,8 +12,6 @@ import httpx
 from benchmarks.chaos.engines import MINI, Engine
 from benchmarks.chaos.prompts import MAX_TOKENS
 
-_CLOSE = 1e-3  # logprobs of a batch and of a single prompt differ in the last digits
-
 
 class Answer(NamedTuple):
     """A whole answer. num_loaded: prompt tokens that the instance took from the pool."""
@@ -22,12 +20,12 @@ class Answer(NamedTuple):
     logprobs: list[float]
     num_loaded: int
 
-    def is_like(self, other: Answer) -> bool:
+    def is_like(self, other: Answer, tolerance: float = Engine.tolerance) -> bool:
         """True if both have the same tokens with the same probabilities."""
         if self.ids != other.ids or len(self.logprobs) != len(other.logprobs):
             return False
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return all(math.isclose(a, b, abs_tol=_CLOSE) for a, b in pairs)
+        return all(math.isclose(a, b, abs_tol=tolerance) for a, b in pairs)
 
 
 class NoAnswerError(Exception):

@@ -16,7 +16,7 @@ import httpx
 from benchmarks.chaos.asking import Answer, NoAnswerError, ask
 from benchmarks.chaos.audit import Audit
 from benchmarks.chaos.disk import open_disk
-from benchmarks.chaos.engines import STATES, Engine
+from benchmarks.chaos.engines import Engine
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
 from benchmarks.chaos.pools import POOLS, Pool
@@ -102,8 +102,8 @@ class Campaign:
         with open_disk(self._scratch / f"disk-{index}") as disk:
             pool = POOLS[kind](spawner, disk, seed)
             async with open_stage(spawner, pool, self._model, options, seed) as stage:
-                states = "with states " if engine is STATES else ""
-                self._say(f"stage {index}: {kind} {options.mode} {states}{options.faulty}")
+                said = f"{kind} {options.mode} {engine.options}{options.faulty}"
+                self._say(f"stage {index}: {said}")
                 audit = Audit(stage, await self._warm_up(stage))
                 self.tally.failures += [f"at the start: {each}" for each in await audit.leaks()]
                 stop = (index + 1) * self._shape.rounds_per_stage

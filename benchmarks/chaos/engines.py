@@ -26,6 +26,7 @@ class Engine(ABC):
     most_threads: how many one of its processes may start after its first requests.
     idle: metrics, and their values in an instance that does nothing.
     tells_by_steps: True if its metrics are those of its last step.
+    tolerance: how far apart the logprobs of one answer may be, alone and in a batch.
     """
 
     name: ClassVar[str]
@@ -34,6 +35,7 @@ class Engine(ABC):
     faults_per_s: ClassVar[float]
     most_threads: ClassVar[int] = 0
     tells_by_steps: ClassVar[bool] = False
+    tolerance: float = 1e-3
     idle: ClassVar[Mapping[str, float]]
 
     @abstractmethod
@@ -44,13 +46,21 @@ class Engine(ABC):
         """Returns what an instance needs in its environment."""
         return {}
 
+    @property
+    def options(self) -> str:
+        """What the campaign's log says of the engine's command line, with a space behind it."""
+        return ""
+
     @abstractmethod
     def num_loaded(self, usage: Mapping[str, Any]) -> int:
         """Returns the prompt tokens that came from the pool, as an answer's `usage` tells them."""
 
 
 class MiniEngine(Engine):
-    """The mini engine. arguments: added to its command line."""
+    """The mini engine.
+
+    arguments: added to its command line.
+    """
 
     name = "mini"
     head_dim = 16
@@ -63,8 +73,9 @@ class MiniEngine(Engine):
         **_PDSTORE_IDLE,
     }
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, tolerance: float = Engine.tolerance) -> None:
         self._arguments = arguments
+        self.tolerance = tolerance
 
     def command(self, model: Path, port: int, role: str, store: str) -> Sequence[str]:
         return [
@@ -74,6 +85,10 @@ class MiniEngine(Engine):
             *(("--role", role, "--store", store) if role else ()),
             *self._arguments,
         ]
+
+    @property
+    def options(self) -> str:
+        return "".join(f"{argument} " for argument in self._arguments)
 
     def num_loaded(self, usage: Mapping[str, Any]) -> int:
         return int(usage["pdstore"]["loaded_tokens"])
@@ -113,9 +128,14 @@ class VllmEngine(Engine):
 
 
 MINI, STATES = MiniEngine(), MiniEngine("--state")
+INT8 = MiniEngine("--kv-cache-dtype", "int8", tolerance=1e-2)  # a last digit decides a rounding
 ENGINES: dict[str, Sequence[Engine]] = {
-    "mini": (MINI, STATES),
+    "mini": (MINI, STATES, INT8),
     "states": (STATES,),
+    "int8": (INT8,),
     "vllm": (VllmEngine(),),
 }
-"""The engines that a campaign draws from for each stage; STATES has states beside its KV."""
+"""The engines that a campaign draws from for each stage.
+
+STATES has states beside its KV; INT8 quantizes KV, with scales in tensors of their own.
+"""

@@ -121,7 +121,8 @@ class Round:
         return answer
 
     def _compare(self, number: int, answer: Answer) -> None:
-        if answer.is_like(self._answers[number]):
+        tolerance = self._stage.options.engine.tolerance
+        if answer.is_like(self._answers[number], tolerance):
             self.outcome.right += 1
             self.outcome.loaded += answer.num_loaded > 0
         else:
