@@ -48,6 +48,8 @@ SHAPING = (
     *("query_pre_attn_scalar", "rms_norm_eps", "num_experts_per_tok"),
 )
 """Fields of a model's configuration that change its KV although its weights stay the same."""
+INDEXING = ("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave")
+"""Such fields that only models with sparse attention have."""
 
 
 class Part(NamedTuple):
@@ -166,14 +168,16 @@ def _digest(data: bytes) -> str:
 def shaping(fields: Mapping[str, Any], *, max_model_len: int | None, **others: Json) -> str:
     """Returns the text for `Identity.rope`. Equal texts and weights give equal tokens equal KV.
 
-    fields: the model's value for each name in SHAPING; None for a field that it does not have.
+    fields: the model's value for each name in SHAPING and INDEXING; None for a field that it does
+      not have.
     max_model_len: the maximum number of tokens of a prompt; used only for LongRoPE.
     others: other properties of the engine that change its KV.
     """
     rope = fields["rope_parameters"] or fields["rope_scaling"] or {}
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         others["max_model_len"] = max_model_len  # LongRoPE chooses K's rotation by it
-    return canonical({**fields, **others})
+    named = {n: value for n, value in fields.items() if n not in INDEXING or value is not None}
+    return canonical({**named, **others})
 
 
 def canonical(value: Json) -> str:

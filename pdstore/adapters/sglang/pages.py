@@ -21,7 +21,7 @@ from pdstore.adapters.sglang.host_pools import KV, VERSIONS, HostPages, ServedMo
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.adapters.sglang.sidecars import Restorable, Sidecar, SidecarLookup
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.keys import HASH_BYTES, SHAPING, PromptKeys, canonical, shaping
+from pdstore.format.keys import HASH_BYTES, INDEXING, SHAPING, PromptKeys, canonical, shaping
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -184,7 +184,7 @@ def _rope(directory: Path, args: Any) -> str:
         raise ConfigError(f"cannot read the model's configuration: {error}") from error
     config |= json.loads(args.json_model_override_args or "{}")
     text = config.get("text_config") or config
-    fields = {name: text.get(name) for name in SHAPING}
+    fields = {name: text.get(name) for name in (*SHAPING, *INDEXING)}
     return shaping(fields, max_model_len=args.context_length or text.get("max_position_embeddings"))
 
 
@@ -251,10 +251,14 @@ class PagePool:
 
         With PDSTORE_ROLE=decode it waits for pages that P is still storing (see `PageWait`), and
         counts the expected pages as stored.
+
+        hashes: a batch of a prompt's pages; from SGLang 0.5.23 on, all pages of the prompt.
         """
         keys = self._keys(KV, hashes)
-        if self._wait is not None and hashes and self._wait.wait_for_pages(keys):
-            return len(keys)
+        if self._wait is not None and hashes:
+            is_whole = len(hashes) > self._wait.batch_pages
+            if self._wait.wait_for_pages(keys, is_whole=is_whole):
+                return len(keys)
         return self._num_matched(keys)
 
     def restorable(self, hashes: Sequence[str], num_last: Mapping[str, int | None]) -> Restorable:

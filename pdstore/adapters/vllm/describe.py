@@ -27,7 +27,7 @@ from pdstore.adapters.vllm.layers import (
 )
 from pdstore.adapters.vllm.tables import FAILS_WHOLE_LOADS, StateTables
 from pdstore.errors import ConfigError
-from pdstore.format.keys import SHAPING, Json, PromptKeys, canonical, shaping
+from pdstore.format.keys import INDEXING, SHAPING, Json, PromptKeys, canonical, shaping
 from pdstore.format.layout import Layout
 from pdstore.format.weights import weights_revision
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
@@ -38,8 +38,6 @@ log = logging.getLogger("vllm.pdstore")
 _LAST_TOKEN_DECIDED = "_p_side_truncated"
 """The parameter by which vLLM's connectors (NIXL, Mooncake) tell that a prompt is cut already."""
 
-_INDEXING = ("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave")
-"""Fields of a model with sparse attention that change its KV, as SHAPING has those of any model."""
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 
@@ -244,15 +242,11 @@ def _shaping(vllm_config: Any, names: Sequence[str]) -> str:
     option `device` is left out: it does not change the KV.
     """
     model = vllm_config.model_config
-    fields, indexing = (
-        {name: getattr(model.hf_text_config, name, None) for name in each}
-        for each in (SHAPING, _INDEXING)
-    )
+    fields = {name: getattr(model.hf_text_config, name, None) for name in (*SHAPING, *INDEXING)}
     options = getattr(model, "multimodal_config", None)
     given = dict(getattr(options, "mm_processor_kwargs", None) or {})
     given.pop("device", None)
     more: dict[str, Json] = {"mm_processor_kwargs": given} if given else {}
-    more |= {name: value for name, value in indexing.items() if value is not None}
     return shaping(fields, max_model_len=model.max_model_len, layers=list(names), **more)
 
 

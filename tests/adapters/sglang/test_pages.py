@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -30,11 +31,10 @@ def pages_of(pool, rank=0, size=1):
 
 @pytest.fixture
 def open_pool(tmp_path, closed_after):
-    def open_pool(weights="w", **settings):
+    def open_pool(weights="w", metrics=None, **settings):
         settings = settings_of(**{"store": f"file://{tmp_path}/pool", **settings})
-        return closed_after(
-            PagePool(settings, {"kv": pages_of(wheel.mha_pool())}, weights, Metrics())
-        )
+        pages = {"kv": pages_of(wheel.mha_pool())}
+        return closed_after(PagePool(settings, pages, weights, metrics or Metrics()))
 
     return open_pool
 
@@ -49,6 +49,27 @@ def test_a_page_that_is_missing_ends_the_prefix(open_pool):
     pool.close()
     assert pool.num_stored(HASHES) == 0
     assert pool.load(HASHES, kit.indices_of([0, 1, 2])) == 0
+
+
+def test_a_whole_prompt_is_waited_for_batch_by_batch(open_pool):
+    """From 0.5.23 on SGLang asks for all pages of a prompt at once, and loads 128 at a time."""
+    hashes, metrics = kit.page_hashes(130, "long"), Metrics()
+    p, d = open_pool(), open_pool(role="decode", handoff_wait_s=60, metrics=metrics)
+
+    def num_matches():
+        labels = {"verb": "match", "outcome": "ok"}
+        return metrics.registry.get_sample_value("pdstore_store_calls_total", labels) or 0
+
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(d.num_stored, hashes)
+        eventually(lambda: num_matches() > 0)
+        assert p.save(hashes[:1], kit.indices_of([0])) == 1
+        assert asking.result(60) == 130
+        before = num_matches()
+        loading = threads.submit(d.load, hashes[128:], kit.indices_of([1, 2]))
+        eventually(lambda: num_matches() > before)
+        assert p.save(hashes[128:], kit.indices_of([3, 4])) == 2
+        assert loading.result(60) == 2
 
 
 def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):

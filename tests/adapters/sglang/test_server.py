@@ -58,6 +58,7 @@ def test_bytes_are_the_kind_of_fp8_that_the_server_was_told(model):
 def test_overrides_and_nested_configurations_count(tmp_path, model):
     plain = served(model).rope
     assert served(model, json_model_override_args='{"rope_theta": 5}').rope != plain
+    assert served(model, json_model_override_args='{"index_topk": 512}').rope != plain
     nested = kit.checkpoint(tmp_path / "vision", text_config={"rope_theta": 1e4})
     assert served(nested).rope == plain
 
