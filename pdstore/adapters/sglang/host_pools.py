@@ -197,13 +197,20 @@ def _sidecar_layers(
 def _forms(pool: Any, served: ServedModel, kv: Any, tp_size: int, num_pieces: int) -> list[str]:
     """Returns what the bytes of each piece of a sidecar's pages are.
 
-    Raises ConfigError for a sliding window of another element type than that of KV.
+    Raises ConfigError for a sliding window of another element type than that of KV, and for an
+    indexer on an AMD GPU.
     """
     kind = type(pool).__name__
     if kind == _MAMBA:
         shapes = [[str(tensor.dtype), *tensor.shape[1:]] for tensor in pool.kv_buffer]
         return [canonical([kind, served.state_kernels, *shape]) for shape in shapes]
     if kind == _INDEXER:
+        if torch.version.hip:
+            raise ConfigError(
+                "pdstore does not support the indexer of sparse attention on AMD GPUs, where"
+                " SGLang keeps its rows in another order: serve such a model on NVIDIA GPUs, or"
+                " without --hicache-storage-backend"
+            )
         shape = [str(pool.indexer_dtype), pool.layer_num, pool.indexer_page_stride_size]
         return [canonical([kind, pool.layout, *shape])] * num_pieces
     if pool.dtype != kv.dtype:

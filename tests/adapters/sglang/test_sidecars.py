@@ -261,7 +261,9 @@ def test_d_loads_an_indexer_while_p_stores_it(serve_hybrid):
         p.backup(HASHES[:1], SAVED[:1])
         found = asking.result(60)
         assert len(found.hash_value) == 5  # and one is stored
+        asked = count_of(d, "store_calls", verb="match", outcome="ok")
         loading = threads.submit(d.transfer, found, LOADED)
+        eventually(lambda: count_of(d, "store_calls", verb="match", outcome="ok") > asked)
         p.backup(HASHES[1:], SAVED[1:])
         assert loading.result(60)["kv"] == 5
     for pool in ("kv", "indexer"):
@@ -282,6 +284,12 @@ def test_d_loads_an_indexer_while_p_stores_it(serve_hybrid):
 def test_a_pool_that_is_not_known_is_refused_by_name(serve_hybrid, name, pool, why):
     with pytest.raises(ConfigError, match=why):
         serve_hybrid({"kv": wheel.mha_pool(), name: pool()})
+
+
+def test_an_indexer_on_an_amd_gpu_is_refused(serve_hybrid, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ConfigError, match="indexer of sparse attention on AMD GPUs"):
+        serve_hybrid(sparse())
 
 
 def test_a_pool_that_shares_its_memory_or_comes_late_is_refused(serve_hybrid):
