@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pdstore.format.keys import BlockKey, Part
@@ -52,10 +52,11 @@ class Values:
     def __getitem__(self, part: slice) -> Values:
         return Values(*[column[part] for column in vars(self).values()])
 
-    def __add__(self, others: Values) -> Values:
-        """Returns these values and then the others."""
-        columns = zip(vars(self).values(), vars(others).values(), strict=True)
-        return Values(*[[*ours, *theirs] for ours, theirs in columns])
+    @classmethod
+    def joined(cls, pieces: Sequence[Values]) -> Values:
+        """Returns the values of all pieces, one piece after the other."""
+        columns = zip(*[vars(piece).values() for piece in pieces], strict=True)
+        return cls(*[list(chain.from_iterable(column)) for column in columns])
 
     def chosen(self, indices: Sequence[int]) -> Values:
         """Returns the values at these indices."""

@@ -7,7 +7,6 @@ import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -78,7 +77,7 @@ class PromptBlocks:
         if len(keys) > num_full:
             tail = BlockRange(num_full, num_full + 1)
             pieces.append(self._of_length(keys.tokens_of(num_full), tail))
-        values = reduce(operator.add, pieces)
+        values = Values.joined(pieces)
         windows = self.layout.continuation.needs.keys() - self.layout.continuation.states
         if any(NO_BLOCK in self.tables[number] for number in windows):
             there = [i for i, ids in enumerate(values.block_ids) if NO_BLOCK not in ids]
