@@ -245,8 +245,8 @@ class KVPool:
 
         Args:
           plan: from `EngineRequest.plan_load`, as it is.
-          block_ids: as in `save`; nothing is loaded for NO_BLOCK, nor any state that is not named.
-            All tables of states need an entry for the state at the end of `plan.keys`.
+          block_ids: as in `save`; nothing is loaded for NO_BLOCK, and of the states only those that
+            have an entry. All tables of states need one for the state at the end of `plan.keys`.
           ready: an event after which the blocks may be written; None: they may be written after the
             work queued on the calling thread's current stream; READY_NOW: now.
         """

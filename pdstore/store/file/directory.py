@@ -160,7 +160,7 @@ class PoolDirectory:
         return ""
 
     def exchange_terms(self, lock: int, mine: str) -> str:
-        """Returns the same as `terms`, and writes this process's terms if they are others.
+        """Returns the stored terms, as `terms` does; then stores `mine` if they differ.
 
         lock: as `lock` returned it.
         """

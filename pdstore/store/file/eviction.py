@@ -287,8 +287,8 @@ class Evictor:
     ) -> tuple[collections.Counter[int], int]:
         """Deletes leading values until so many bytes are freed, by others or here.
 
-        Returns the bytes of the values by their ends, which are those of `delete_unchanged`, and
-        how many values were tried.
+        Returns how many bytes of values had each outcome of `delete_unchanged`, and how many values
+        were tried.
         """
         ends: collections.Counter[int] = collections.Counter()
         sums = [0, *itertools.accumulate(on_disk(file.size) for file in files)]

@@ -28,7 +28,7 @@ from pdstore.store.mooncake.library import LEASE_OVER, NO_ROOM, TRANSFER_FAILED,
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 64 << 10  # bytes; a smaller buffer is not registered
-BOUNCE_BYTES = 64 << 20
+BOUNCE_BYTES = 64 << 20  # bytes of the buffer through which memory that is not registered goes
 _FEW_KEYS = 16
 _FEW_BYTES = 16 << 20  # a batch that has so many bytes and _FEW_KEYS keys is full
 _MAX_KEYS = 2048

@@ -124,7 +124,7 @@ class MooncakeConfig(BaseModel, frozen=True, extra="forbid"):
         return config
 
     def described(self) -> str:
-        """Returns each value that is not a default, with its origin, on one line."""
+        """Returns one line with the settings that are not defaults, and where each was set."""
         values = {name: without_secret(str(getattr(self, name))) for name in self.origins}
         shown = ", ".join(f"{name}={values[name]} ({of})" for name, of in self.origins.items())
         if self.not_lent:
