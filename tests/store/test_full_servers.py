@@ -11,6 +11,7 @@ from pdstore.errors import StoreFull
 from pdstore.format.keys import BlockKey
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import assert_stored, contents, put
+from tests.support.kv import eventually
 from tests.support.mooncake_cluster import Cluster, wait_until_it_serves
 from tests.support.redis_store import opened, small_server
 
@@ -57,8 +58,11 @@ def test_a_redis_that_does_not_evict_refuses_markers_and_takes_them_when_there_i
 @pytest.mark.redis
 @pytest.mark.parametrize("policy", ["volatile-lru", "allkeys-lru"])
 def test_a_redis_that_evicts_takes_markers(redis_server, policy):
-    with opened(small_server(redis_server, policy).url) as store:
+    server = small_server(redis_server, policy)
+    with opened(server.url) as store, server.client() as client:
         markers, blocks = fresh_markers(40), fill_to_the_last_byte(store)
+        # redis counts whole seconds: in the same one, markers are no younger than blocks
+        eventually(lambda: all(client.object("idletime", key) >= 1 for key in client.scan_iter()))
         assert put(store, markers, contents(markers, 64)) == 40
         assert_stored(store, markers, contents(markers, 64))
         assert 0 < sum(store.match([key]) for key in blocks) < len(blocks)
