@@ -36,7 +36,7 @@ _KEEPS = {**dict.fromkeys(_STATES, "state"), "mlp": "", "moe": ""}
 
 
 class Indexer(NamedTuple):
-    """What decides which tokens a layer of sparse attention sees: at most `most_tokens`.
+    """The part of a layer of sparse attention that chooses what it sees: `most_tokens` at most.
 
     heads, width: of its queries, which it compares with one key of each token.
     """

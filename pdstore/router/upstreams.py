@@ -91,7 +91,7 @@ class Rotation:
 
     @property
     def num_outages(self) -> int:
-        """How often one of the instances could not be reached after it could."""
+        """The number of times that one of the instances could not be reached after it could."""
         return sum(upstream.num_outages for upstream in self.upstreams)
 
     def in_turn(self, body: Json | None = None) -> list[Upstream]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,22 +9,19 @@ import torch
 
 import pdstore
 from examples.mini_engine.paged_cache import PagedCache
-from examples.mini_engine.request import Finish
-from pdstore import HandoffId, read_settings
-from pdstore.testing.faulty import Faulty
-from pdstore.worker import pool
+from pdstore import read_settings
 from tests.support.engine_pools import store_url as store_url
 from tests.support.mini_engine_kit import (
     DEADLINE_S,
-    PULL,
     ask,
-    assert_right_all_the_same,
+    assert_next_turn_loads_the_answer_too,
+    assert_right_over_a_faulty_store,
     assert_same,
     decode,
     hand_over,
+    hand_over_at_once,
     pd_of,
     prompt_of,
-    until_stored,
 )
 
 BLOCK = 64
@@ -49,15 +45,6 @@ def assert_as(asked, alone):
     """It is the answer of an engine alone, but for the last digits of logprobs."""
     expected = ask(alone, asked.request.prompt).wait()
     assert_same(asked, expected.ids, expected.logprobs)
-
-
-def hand_over_at_once(p, d, prompt):
-    """Lets P and D have a prompt at once, as a router in concurrent mode does."""
-    params = {"pdstore": {"attempt": HandoffId.new().hex}}
-    at_d = ask(d, prompt, kv_transfer_params=params)
-    at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
-    assert at_p.wait().finish == Finish("length")
-    return at_d.wait()
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True])
@@ -167,30 +154,13 @@ def test_an_engine_whose_cache_is_not_quantized_loads_nothing(open_one, open_ins
 def test_the_next_turn_loads_the_prompt_and_the_answer(open_one, alone, num_prompt, num_answer):
     p, d = open_one("prefill"), open_one("decode")
     prompt = prompt_of(num_prompt)
-    first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
-    until_stored(d)
-    turn = prompt + first.ids + prompt_of(3)
-    asked = ask(p, turn, max_tokens=1, kv_transfer_params=PULL).wait()
-    assert asked.request.num_loaded == (num_prompt + num_answer - 1) // BLOCK * BLOCK
-    assert_as(decode(d, turn, asked.request.answer_params), alone)
+    assert_next_turn_loads_the_answer_too(p, d, alone, prompt, num_answer, BLOCK)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_right_whatever_the_store_does(open_one, alone, monkeypatch, seed):
     """Errors, misses and flipped bits at random, requests of one prompt at once, and aborts."""
-    connect, choose = pool.connect_store, random.Random(seed)
-
-    def connect_faulty(settings, metrics):
-        store = Faulty(connect(settings, metrics))
-        store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
-        return store
-
-    monkeypatch.setattr(pool, "connect_store", connect_faulty)
-    p, d = open_one("prefill", wait_s=0.2), open_one("decode", wait_s=0.2, num_blocks=48)
-    prompts = [prompt_of(n, seed) for n in (3, 65, 100, 190)]
-    answers = [ask(alone, prompt).wait() for prompt in prompts]
-    expected = [(answer.ids, answer.logprobs) for answer in answers]
-    assert_right_all_the_same(p, d, prompts, expected, choose)
+    assert_right_over_a_faulty_store(open_one, alone, monkeypatch, seed)
 
 
 def test_what_is_read_is_within_half_a_step_of_what_was_written():

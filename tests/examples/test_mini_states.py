@@ -6,23 +6,20 @@ that an engine alone does. In a batch the last digits differ.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from examples.mini_engine.request import Finish, Request
 from examples.mini_engine.state import StateCache
-from pdstore import HandoffId
-from pdstore.testing.faulty import Faulty
-from pdstore.worker import pool
 from tests.support.engine_pools import store_url as store_url
 from tests.support.mini_engine_kit import (
     PULL,
     ask,
-    assert_right_all_the_same,
+    assert_next_turn_loads_the_answer_too,
+    assert_right_over_a_faulty_store,
     assert_same,
     decode,
     hand_over,
+    hand_over_at_once,
     pd_of,
     prompt_of,
     until_stored,
@@ -48,15 +45,6 @@ def equal(asked, expected):
     """Returns whether two answers are the same to the last bit of their logprobs."""
     assert asked.finish == expected.finish == Finish("length")
     return asked.ids == expected.ids and asked.logprobs == expected.logprobs
-
-
-def hand_over_at_once(p, d, prompt):
-    """Lets P and D have a prompt at once, as a router in concurrent mode does."""
-    params = {"pdstore": {"attempt": HandoffId.new().hex}}
-    at_d = ask(d, prompt, kv_transfer_params=params)
-    at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
-    assert at_p.wait().finish == Finish("length")
-    return at_d.wait()
 
 
 @pytest.mark.parametrize("is_concurrent", [False, True])
@@ -164,31 +152,13 @@ def test_a_shared_prefix_is_computed_once_more_and_then_loaded_up_to_where_promp
 def test_the_next_turn_loads_the_prompt_and_the_answer(open_one, alone, num_prompt, num_answer):
     p, d = open_one("prefill"), open_one("decode")
     prompt = prompt_of(num_prompt)
-    first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
-    until_stored(d)
-    turn = prompt + first.ids + prompt_of(3)
-    asked = ask(p, turn, max_tokens=1, kv_transfer_params=PULL).wait()
-    assert asked.request.num_loaded == (num_prompt + num_answer - 1) // BLOCK * BLOCK
-    expected = ask(alone, turn).wait()
-    assert_same(decode(d, turn, asked.request.answer_params), expected.ids, expected.logprobs)
+    assert_next_turn_loads_the_answer_too(p, d, alone, prompt, num_answer, BLOCK)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_right_whatever_the_store_does(open_one, alone, monkeypatch, seed):
     """Errors, misses and flipped bits at random, requests of one prompt at once, and aborts."""
-    connect, choose = pool.connect_store, random.Random(seed)
-
-    def connect_faulty(settings, metrics):
-        store = Faulty(connect(settings, metrics))
-        store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
-        return store
-
-    monkeypatch.setattr(pool, "connect_store", connect_faulty)
-    p, d = open_one("prefill", wait_s=0.2), open_one("decode", wait_s=0.2, num_blocks=48)
-    prompts = [prompt_of(n, seed) for n in (3, 65, 100, 190)]
-    answers = [ask(alone, prompt).wait() for prompt in prompts]
-    expected = [(answer.ids, answer.logprobs) for answer in answers]
-    assert_right_all_the_same(p, d, prompts, expected, choose)
+    assert_right_over_a_faulty_store(open_one, alone, monkeypatch, seed)
 
 
 def test_a_kept_state_stays_as_it_is_while_its_request_goes_on():

@@ -16,7 +16,9 @@ from examples.mini_engine.config import Config
 from examples.mini_engine.engine import Engine
 from examples.mini_engine.request import Finish, Request, Token
 from examples.train_checkpoint import train_tokenizer
-from pdstore import read_settings
+from pdstore import HandoffId, read_settings
+from pdstore.testing.faulty import Faulty
+from pdstore.worker import pool
 from tests.support.kv import eventually
 
 DEADLINE_S = 30
@@ -198,3 +200,44 @@ def assert_right_all_the_same(p, d, prompts, expected, choose: random.Random):
             assert_same(one, *expected[i])
     assert any(one.request.num_loaded for _, one in asked)
     return [one for _, one in asked]
+
+
+def hand_over_at_once(p, d, prompt):
+    """Asks P and D at once, as a router in concurrent mode does; returns D's answer."""
+    params = {"pdstore": {"attempt": HandoffId.new().hex}}
+    at_d = ask(d, prompt, kv_transfer_params=params)
+    at_p = ask(p, prompt, max_tokens=1, kv_transfer_params={**PULL, **params})
+    assert at_p.wait().finish == Finish("length")
+    return at_d.wait()
+
+
+def assert_next_turn_loads_the_answer_too(p, d, alone, prompt, num_answer, block_tokens):
+    """P loads the whole blocks of a prompt and D's answer; D answers the turn as `alone` does."""
+    first = ask(d, prompt, num_answer, kv_transfer_params=hand_over(p, prompt)).wait()
+    until_stored(d)
+    turn = prompt + first.ids + prompt_of(3)
+    asked = ask(p, turn, max_tokens=1, kv_transfer_params=PULL).wait()
+    num_known = len(prompt) + num_answer - 1
+    assert asked.request.num_loaded == num_known // block_tokens * block_tokens
+    expected = ask(alone, turn).wait()
+    assert_same(decode(d, turn, asked.request.answer_params), expected.ids, expected.logprobs)
+
+
+def assert_right_over_a_faulty_store(open_one, alone, monkeypatch, seed):
+    """A pair answers as `alone` does over a store with errors, misses and flipped bits at random.
+
+    open_one: opens an instance by its role, with options.
+    """
+    connect, choose = pool.connect_store, random.Random(seed)
+
+    def connect_faulty(settings, metrics):
+        store = Faulty(connect(settings, metrics))
+        store.error_rate, store.miss_rate, store.corrupt_rate = 0.1, 0.1, 0.1
+        return store
+
+    monkeypatch.setattr(pool, "connect_store", connect_faulty)
+    p, d = open_one("prefill", wait_s=0.2), open_one("decode", wait_s=0.2, num_blocks=48)
+    prompts = [prompt_of(n, seed) for n in (3, 65, 100, 190)]
+    answers = [ask(alone, prompt).wait() for prompt in prompts]
+    expected = [(answer.ids, answer.logprobs) for answer in answers]
+    assert_right_all_the_same(p, d, prompts, expected, choose)

@@ -25,7 +25,7 @@ _MAX_ASKED = 8  # so many lengths are asked for one after the other
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What SGLang needs of a sidecar to go on after some pages of a prompt.
+    """The pages of a sidecar that SGLang needs to go on after some pages of a prompt.
 
     name: SGLang's name of the host pool.
     keys: the keys of the prompt's pages in this pool.
