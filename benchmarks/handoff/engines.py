@@ -13,6 +13,7 @@ from benchmarks.handoff.exact import (
     WAYS,
     Answers,
     chunks_in,
+    with_choices_sorted,
     with_used_blocks,
     without_states_and_pages,
 )
@@ -175,7 +176,8 @@ class VllmSetup(Setup):
 
     def _start(self, name: str, settings: dict[str, Any], gpu: int, block: int) -> Instance:
         is_compared = self._given.exact and settings.get("role") == "decode"
-        make = with_used_blocks if is_compared else VllmInstance
+        make = with_choices_sorted if self._given.exact else VllmInstance
+        make = with_used_blocks if is_compared else make
         return self._start_vllm(name, self._arguments_of_pdstore(settings, block), gpu, make=make)
 
     def _arguments_of_pdstore(self, settings: dict[str, Any], block: int) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 The answers of a model depend on where chunks end, so an instance without a pool computes each
 prompt again in the chunks that P and D computed. So does P, because two instances may differ in the
-last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. How far D's answers
-differ without states, or without the pages of indexers, says what that means.
+last bits: vLLM's attention on a CPU rounds by where blocks lie in the cache. Where an indexer
+chooses the tokens that are read, all instances read them in one order, which vLLM leaves open. How
+far D's answers differ without states, or without the pages of indexers, says what that means.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ def chunks_in(scratch: Path) -> Path:
     return scratch / "chunks"
 
 
+def with_choices_sorted(arguments: dict[str, Any]) -> VllmInstance:
+    """Makes an instance whose indexers, if its model has any, choose tokens in one order."""
+    from tests.support.vllm_replay import sort_what_indexers_choose
+
+    if "index_topk" in json.loads((Path(arguments["model"]) / "config.json").read_text()):
+        sort_what_indexers_choose()
+    return VllmInstance(arguments)
+
+
 def with_used_blocks(arguments: dict[str, Any]) -> VllmInstance:
     """Makes an instance whose free blocks are full of NaN, as an earlier request may leave them."""
     from pdstore.adapters.vllm.connector import PDStoreConnector
@@ -52,7 +62,7 @@ def with_used_blocks(arguments: dict[str, Any]) -> VllmInstance:
         register(connector, kv_caches)
 
     PDStoreConnector.register_kv_caches = keep  # type: ignore[method-assign, assignment]
-    instance = VllmInstance(arguments)
+    instance = with_choices_sorted(arguments)
     for cache in caches:
         rows_of_a_block = len(cache) // instance.about()["blocks"]
         as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
@@ -66,7 +76,7 @@ def without_states_and_pages(arguments: dict[str, Any]) -> VllmInstance:
 
     load_without_states()
     load_without_pages()
-    return VllmInstance(arguments)
+    return with_choices_sorted(arguments)
 
 
 def compare_all(

@@ -6,6 +6,8 @@ that instances compute, and computes a prompt in given ones: `--scheduler-cls`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,6 +118,25 @@ def load_without_pages() -> None:
         register(worker, copied)
 
     PDStoreConnectorWorker.register = with_copies  # type: ignore[method-assign]
+
+
+def sort_what_indexers_choose() -> None:
+    """Makes sparse attention of this process read the tokens that an indexer chose in one order.
+
+    vLLM's kernel writes them in the order in which its threads find them, so sums over the same
+    tokens differ in the last bits from one call to the next, and later layers choose other tokens.
+    """
+    module = importlib.import_module("vllm.models.deepseek_v32.attention")
+    choose = module.sparse_attn_indexer
+
+    @functools.wraps(choose)
+    def sorted_choice(hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        chosen: torch.Tensor = choose(hidden_states, *given, **named)
+        rows = chosen[: hidden_states.shape[0]]
+        rows.copy_(rows.sort(descending=True).values)  # -1 means no token, and comes last
+        return chosen
+
+    module.sparse_attn_indexer = sorted_choice
 
 
 def _ids_in(table: Sequence[int] | Mapping[int, int]) -> Iterable[int]:
