@@ -211,6 +211,10 @@ _REMEDIES = {
         "give both engines the same version, dtypes, kernels, block size and kind of GPU, so that"
         " states and pages are alike"
     ),
+    "speculation": (
+        "speculation differs: the number of drafted tokens decides the shape of states, so give"
+        " both engines the same --speculative-config, or neither"
+    ),
 }
 """By the names of a namespace's fields."""
 

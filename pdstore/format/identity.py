@@ -166,6 +166,9 @@ class Identity:
     num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
       P can store one range while the model computes the next range.
     items: how keys name images, sounds and videos; None for a model of text.
+    speculation: the number of tokens that the engine drafts, if the model has states, else 0. For
+      each of them a convolution's state has one more row, which nothing reads before a draft has
+      filled it: until then it has what an earlier request left there.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -180,6 +183,7 @@ class Identity:
     draft_layers: int = 0
     num_ranges: int = 1
     items: str | None = None
+    speculation: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -219,8 +223,12 @@ class Identity:
 
     @property
     def has_pages(self) -> bool:
-        """True if a tail is stored with what lies behind its tokens in the same page."""
-        return self.page is not None or any(spec.is_page for spec in self.layers)
+        """True if values may bring with them what an earlier request left in the same memory.
+
+        A tail does so if its tokens lie in pages, and a state if it has rows for drafts.
+        """
+        is_paged = self.page is not None or any(spec.is_page for spec in self.layers)
+        return is_paged or self.speculation > 0
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -280,6 +288,8 @@ class Identity:
             fields["items"] = self.items
         if any(spec.form is not None for spec in self.layers):
             fields["form"] = [spec.form for spec in self.layers]
+        if self.speculation:
+            fields["speculation"] = self.speculation
         if any(spec.scales is not None for spec in self.layers):
             fields["scales"] = [spec.scales for spec in self.layers]
         return Namespace(

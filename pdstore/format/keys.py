@@ -79,7 +79,7 @@ class Namespace:
     parts: the (group, shard) pairs whose values together are one block, in key order.
     needs, states: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
-    has_pages: a tail may be stored with KV of another prompt, which lies behind it in its page.
+    has_pages: values may bring with them what another prompt left behind in the same page or state.
     digest: a digest of `fields`; passed only by callers that know the digest but not the fields.
     """
 
@@ -140,6 +140,8 @@ _MEANS = {
     " engine's block, which the TP size, the dtypes and speculation decide: make them equal)",
     "form": " (states or pages of other types, shapes or order: give both engines the same version,"
     " dtypes, kernels, block size and kind of GPU)",
+    "speculation": " (speculation differs: the number of drafted tokens decides the states' shape,"
+    " so give both engines the same --speculative-config, or neither)",
 }
 
 

@@ -81,6 +81,7 @@ class Layout:
         draft_layers: int = 0,
         pipeline: Pipeline | None = None,
         items: str | None = None,
+        speculation: int = 0,
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
@@ -107,6 +108,7 @@ class Layout:
             num_shards=settings.kv_shards or tp_size,
             draft_layers=draft_layers,
             items=items,
+            speculation=speculation,
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, identity.block_bytes // RANGE_BYTES)
         identity = replace(identity, num_ranges=max(1, min(wanted, len(layers))))
@@ -283,8 +285,9 @@ def entries_of(
 def _check_salt(settings: Settings, identity: Identity) -> None:
     if identity.has_pages and settings.salt is not None:
         raise LayoutError(
-            "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole, with what"
-            " an earlier request left in them: they cannot be used together"
+            "PDSTORE_SALT keeps tenants apart, and this engine's pages, and its states with"
+            " speculation, are stored whole, with what an earlier request left in them: they cannot"
+            " be used together"
         )
 
 

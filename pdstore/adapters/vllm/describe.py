@@ -19,6 +19,7 @@ from pdstore.adapters.vllm.layers import (
     SEE,
     Layers,
     all_layers,
+    is_draft,
     own_layers,
     page_of,
     refuse_layers_without_tensors,
@@ -171,6 +172,7 @@ def layout_of(
         draft_layers=_num_drafts(vllm_config, layers),
         pipeline=pipeline,
         items="name, sha256" if has_items else None,
+        speculation=states.num_drafts,
     )
     return layout, views
 
@@ -185,14 +187,16 @@ def _boundary(layers: Layers, states: StateTables, block_tokens: int) -> int | N
 def _num_drafts(vllm_config: Any, layers: Layers) -> int:
     """Returns how many of the layers belong to a draft model.
 
-    A model with states has none, and may have two caches for each of its layers. Pages are of an
-    indexer, which is a part of a layer of attention.
+    A layer of a model with states may have two caches, and another none, so drafts are told by
+    their names there. Pages are of an indexer, which is a part of a layer of attention.
     """
-    if any(spec.is_state for spec in layers.values()):
+    num_hidden = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+    if num_hidden is None:
         return 0
+    if any(spec.is_state for spec in layers.values()):
+        return sum(is_draft(name, num_hidden) for name in layers)
     num_layers = sum(not spec.is_page for spec in layers.values())
-    hf_config = vllm_config.model_config.hf_text_config
-    return max(0, num_layers - getattr(hf_config, "num_hidden_layers", num_layers))
+    return max(0, num_layers - num_hidden)
 
 
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:

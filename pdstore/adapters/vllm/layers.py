@@ -35,6 +35,9 @@ which the scales are part of the weights."""
 _INDEXER = "DEEPSEEK_V32_INDEXER"
 """vLLM's name of the kernels that use an indexer's pages, of DeepSeek V3.2 and of GLM-5."""
 
+_MTP = "mtp"
+"""Part of the names of a hybrid model's own draft layers: `mtp.layers.0.self_attn.attn`."""
+
 
 def views_of(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
@@ -86,18 +89,32 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
 def in_order(layers: Layers) -> Layers:
     """Returns layers in the order of a layout: by block table.
 
-    If some have states, the order is the model's, so that a layer range ends early in a step. Of
-    one number, layers of tokens come first: vLLM reports only such layers when it computes them,
-    and a state counts as computed when a later one is reported.
+    If some have states, the order is the model's, so that a layer range ends early in a step. MTP's
+    draft layers, whose numbers begin at 0 again, come last. Of one number, layers of tokens come
+    first: vLLM reports only such layers when it computes them, and a state counts as computed when
+    a later one is reported.
     """
     if not any(spec.is_state for spec in layers.values()):
         return dict(sorted(layers.items(), key=lambda each: each[1].table))
 
-    def at(name: str) -> tuple[Sequence[int], bool]:
-        numbers = tuple(int(part) for part in name.split(".") if part.isdecimal())
-        return numbers, layers[name].is_state
+    def at(name: str) -> tuple[bool, Sequence[int], bool]:
+        return _MTP in name.split("."), _numbers_in(name), layers[name].is_state
 
     return {name: layers[name] for name in sorted(layers, key=at)}
+
+
+def is_draft(name: str, num_hidden: int) -> bool:
+    """Returns whether a layer belongs to the draft model (MTP, EAGLE) of a model with states.
+
+    Its number follows the model's last one, or its name is MTP's.
+
+    num_hidden: how many layers the model itself has.
+    """
+    return _MTP in name.split(".") or any(number >= num_hidden for number in _numbers_in(name)[:1])
+
+
+def _numbers_in(name: str) -> Sequence[int]:
+    return tuple(int(part) for part in name.split(".") if part.isdecimal())
 
 
 def all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:
@@ -159,10 +176,10 @@ def refuse_states(vllm_config: Any, kv_cache_config: Any) -> None:
     first_layer, first = states[0]
     where = f"{first_layer} keeps a state for a whole prefix"
     speculates = getattr(vllm_config, "speculative_config", None) is not None
-    if speculates or any(spec.num_speculative_blocks for _, spec in states):
+    if speculates and getattr(vllm_config.cache_config, "use_replayssm", False):
         raise ConfigError(
-            f"{where}, and vLLM moves such states while it speculates: turn off speculative"
-            f" decoding (--speculative-config) on P and D; {SEE}"
+            f"{where}, and with --use-replayssm and speculative decoding vLLM keeps a state of"
+            f" earlier tokens, and the tokens since: turn off one of the two; {SEE}"
         )
     if len(states) == len(described):
         raise ConfigError(

@@ -61,13 +61,14 @@ class Saves:
         if ids is None:
             return []
         start = request.num_computed_tokens
-        stop = min(start + num_scheduled, request.num_tokens)
+        end = start + num_scheduled
+        stop = min(end, request.num_tokens)
         states: States = {}
         if self.states:
             hands_off = state.handoff is not None and request.max_tokens == 1
             is_last = hands_off and stop == request.num_tokens == state.keys.num_tokens
             named = self._tables.named(state.id)
-            states = self.states.kept_by(named, ids, stop, is_last=is_last)
+            states = self.states.kept_by(named, ids, stop, end - stop, is_last=is_last)
         plan = state.plan_save(start, stop, states.keys())
         return self._hold(state.id, plan, ids, states)
 

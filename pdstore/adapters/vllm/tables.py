@@ -72,11 +72,15 @@ class StateTables:
       prompt if prefix caching is off: then each request has one state, which each step overwrites.
     keeps_ends: True if a state that a step leaves at an entry's end is not overwritten by the next
       step, which begins with a copy of it (vLLM's mode `align`).
+    num_drafts: the tokens that a step may draft. A table then ends with as many entries of scratch
+      memory, one for the state after each drafted token. vLLM moves their blocks to other entries,
+      and ends if anyone else holds one, so they are never saved.
     """
 
     numbers: frozenset[int] = frozenset()
     entry_tokens: int = 1
     keeps_ends: bool = False
+    num_drafts: int = 0
 
     @classmethod
     def of(cls, kv_cache_config: Any) -> StateTables:
@@ -86,7 +90,12 @@ class StateTables:
         if not specs:
             return cls()
         spec = next(iter(specs.values()))
-        return cls(frozenset(specs), spec.block_size, spec.mamba_cache_mode == "align")
+        return cls(
+            frozenset(specs),
+            spec.block_size,
+            spec.mamba_cache_mode == "align",
+            max(each.num_speculative_blocks for each in specs.values()),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.numbers)
@@ -98,7 +107,8 @@ class StateTables:
     def at(self, ids: BlockIds, end: int) -> Mapping[int, int]:
         """Returns the blocks that a step up to `end` tokens leaves the states in, by table.
 
-        Empty if one of the tables has no such block.
+        If the last of these tokens are drafts, the state there is the one before all drafts. Empty
+        if one of the tables has no such block.
         """
         entry = (end - 1) // self.entry_tokens
         blocks = {n: ids[n][entry] for n in self.numbers if 0 <= entry < len(ids[n])}
@@ -108,7 +118,9 @@ class StateTables:
         """Returns those of the states that vLLM names of which it names all tables' blocks."""
         return {end: blocks for end, blocks in named.items() if self._is_whole(blocks)}
 
-    def kept_by(self, named: States, ids: BlockIds, stop: int, *, is_last: bool) -> States:
+    def kept_by(
+        self, named: States, ids: BlockIds, stop: int, num_drafts: int, *, is_last: bool
+    ) -> States:
         """Returns the states that a step computes, and that later steps do not overwrite.
 
         No checksum finds a state that was overwritten while a save read it. So nothing else may be
@@ -116,8 +128,15 @@ class StateTables:
 
         named: what vLLM says that it keeps, as `StepTables.named` returns it.
         ids: the request's tables in this step. stop: the tokens that have KV after this step.
+        num_drafts: how many tokens the step computes behind them. vLLM adds some that it rejects to
+          the last token of a prompt whose other tokens are loaded or cached. Then the states are
+          those of the entry that the drafts end in. vLLM copies them to their own entry only after
+          the step, and takes that block for drafts later.
         is_last: True if the request computes nothing after this step.
         """
+        if num_drafts:
+            blocks = self.at(ids, stop + num_drafts) if is_last else {}
+            return {stop: blocks} if blocks else {}
         kept = self.whole(named)
         is_end = self.keeps_ends and stop % self.entry_tokens == 0
         if (is_end or is_last) and stop not in kept and (blocks := self.at(ids, stop)):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -42,6 +42,7 @@ from tests.support.states import StateInstance
 BLOCK, NUM_BLOCKS, MAX_NEW = 16, 24, 40
 SHARED = list(range(1, 129))
 NUM_TURNS = 250
+NUM_DRAFTS = 2
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,22 @@ def config(checkpoints):
     ).create_engine_config()
 
 
-def groups_of(mode):
+def drafting(config, method):
+    """vLLM's configuration of speculation: the scheduler treats MTP's drafts as it does EAGLE's."""
+    if method is None:
+        return None
+    made = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=NUM_DRAFTS,
+        prompt_lookup_max=2,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    made.method = method
+    return made
+
+
+def groups_of(mode, num_drafts=0):
     """The KV groups of a model: of its states, if it has some in this mode of vLLM, come first."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["a", "b"], spec)]
@@ -81,6 +97,7 @@ def groups_of(mode):
         dtypes=(torch.int8,),
         mamba_cache_mode=mode,
         page_size_padded=spec.page_size_bytes,
+        num_speculative_blocks=num_drafts,
     )
     return [KVCacheGroupSpec([name], state) for name in "cd"] + groups
 
@@ -95,11 +112,21 @@ class Contents:
         self._states: dict[int, list[int]] = {}  # by block
         self._read: dict[int, dict[int, list[int]]] = {}  # by save: what it must find
 
-    def step(self, request, ids) -> None:
-        """Computes a step of a request, whose block tables of states are `ids`."""
+    def step(self, request, ids, num_drafts=0, num_accepted=0) -> None:
+        """Computes a step of a request, whose block tables of states are `ids`.
+
+        With drafts, the entry that they end in has the state before them, and each of the entries
+        behind has the state after one more. Then vLLM copies the one of a block's end to its entry.
+        """
         stop = request.num_computed_tokens
+        end = stop - num_drafts
         for table, size in ids:
-            self._states[table[(stop - 1) // size]] = tokens_of(request, stop)
+            running = (stop - 1) // size
+            for n in range(num_drafts + 1):
+                self._states[table[running + n]] = tokens_of(request, end + n)
+            boundary = (end + num_accepted) // size * size
+            if num_drafts and boundary >= end:
+                self._states[table[boundary // size - 1]] = tokens_of(request, boundary)
 
     def begin(self, spec, tables) -> int:
         """Begins a load or save that has these tables of states; returns how many it names."""
@@ -139,7 +166,7 @@ class Chance:
     Where steps overlap, a step's outcome comes after the next step was scheduled.
     """
 
-    def __init__(self, config, url, seed, *, overlaps, mode=None) -> None:
+    def __init__(self, config, url, seed, *, overlaps, mode=None, drafts=None) -> None:
         config.kv_transfer_config.kv_connector_extra_config |= {
             "store": url,
             "role": "both",
@@ -150,7 +177,8 @@ class Chance:
         config.cache_config.mamba_cache_mode = mode or "none"
         config.cache_config.enable_prefix_caching = mode == "align"  # else all is loaded again
         config.cache_config.prefix_cache_retention_interval = BLOCK  # so answers leave states
-        groups = groups_of(mode)
+        config.speculative_config = drafting(config, drafts)
+        groups = groups_of(mode, NUM_DRAFTS if drafts else 0)
         self._sizes = [g.kv_cache_spec.block_size for g in groups[: len(groups) - 1]]
         self._contents = Contents()
         self._prompts: dict[str, int] = {}  # the tokens of each request's prompt
@@ -163,6 +191,7 @@ class Chance:
         self.seen: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._overlaps = overlaps
+        self._drafts = drafts is not None
         self._names = iter(range(10**6))
         self._jobs: deque = deque()
         self._steps: deque = deque()
@@ -174,9 +203,14 @@ class Chance:
         output = self.scheduler.schedule()
         requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
         tokens = [[] if request.is_prefill_chunk else [7] for request in requests]
-        for request in requests:
+        for request, answered in zip(requests, tokens, strict=True):
+            drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+            num_accepted = self._random.randrange(len(drafts) + 1) if 7 in drafts else 0
+            answered += [7] * num_accepted
             ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            self._contents.step(request, [*zip(ids, self._sizes, strict=False)])
+            tables = [*zip(ids, self._sizes, strict=False)]
+            self._contents.step(request, tables, len(drafts), num_accepted)
+            self._note_drafts(request, drafts, num_accepted)
         self._begin(output.kv_connector_metadata)
         self._contents.check()
         self._steps.append((output, tokens))
@@ -187,7 +221,16 @@ class Chance:
             numbers = {name: number for number, name in enumerate(names)}
             ran = ModelRunnerOutput(names, numbers, tokens, kv_connector_output=self._outcome())
             self.scheduler.update_from_output(output, ran)
+            if self._drafts:
+                drafted = [[7] * self._random.randrange(NUM_DRAFTS + 1) for _ in names]
+                self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafted))
         return output.num_scheduled_tokens
+
+    def _note_drafts(self, request, drafts, num_accepted) -> None:
+        self.seen["accepted draft"] += num_accepted
+        self.seen["rejected draft"] += len(drafts) - num_accepted
+        is_prompt = not request.num_output_tokens
+        self.seen["draft behind a prompt"] += bool(is_prompt and drafts)
 
     def _alive(self):
         return [r for r in self.scheduler.requests.values() if not r.is_finished()]
@@ -300,13 +343,14 @@ def chance_of(config, tmp_path, closed_after):
     with_states = closed_after(StateInstance(store, block=BLOCK))
     with_states.put(SHARED, 32, 64)
 
-    def make(seed, *, overlaps, mode=None):
-        chance = Chance(config, url, seed, overlaps=overlaps, mode=mode)
+    def make(seed, *, overlaps, mode=None, drafts=None):
+        chance = Chance(config, url, seed, overlaps=overlaps, mode=mode, drafts=drafts)
         connector = chance.scheduler.connector
         layout = RankLayout(instance.namespace, BLOCK)
         if mode is not None:
             size = BLOCK if mode == "align" else 256
-            states = StateTables(frozenset({0, 1}), size, keeps_ends=mode == "align")
+            scratch = NUM_DRAFTS if drafts else 0
+            states = StateTables(frozenset({0, 1}), size, mode == "align", scratch)
             layout = RankLayout(with_states.namespace, BLOCK, states)
         connector.set_xfer_handshake_metadata({0: layout})
         closed_after(connector.scheduler)
@@ -315,16 +359,21 @@ def chance_of(config, tmp_path, closed_after):
     return make
 
 
-@pytest.mark.parametrize("mode", [None, "align", "none"], ids=["no states", "align", "none"])
-@pytest.mark.parametrize("overlaps", [False, True], ids=["one-step", "two-steps"])
-def test_vllm_calls_in_a_legal_order(chance_of, overlaps, mode, monkeypatch):
-    seen: Counter[str] = Counter()
-    faults = []
-    note = faults.append
+@pytest.fixture
+def faults(monkeypatch):
+    """What the connector has done wrong, or has taken for wrong."""
+    noted = []
+    note = noted.append
     monkeypatch.setattr(PDStoreConnectorScheduler, "bypass", lambda side, error: note(error))
     monkeypatch.setattr(PDStoreConnector, "count_fault", lambda side, hook: note(sys.exc_info()[1]))
+    return noted
+
+
+def walked(chance_of, faults, **kind):
+    """What some walks of a kind have shown. At their end no block is held."""
+    seen: Counter[str] = Counter()
     for seed in range(3):
-        chance = chance_of(seed, overlaps=overlaps, mode=mode)
+        chance = chance_of(seed, **kind)
         connector = chance.scheduler.connector
         for _ in range(NUM_TURNS):
             chance.turn()
@@ -334,12 +383,33 @@ def test_vllm_calls_in_a_legal_order(chance_of, overlaps, mode, monkeypatch):
         assert faults == []
         free = chance.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == NUM_BLOCKS - 1, "but for vLLM's null block"
+    return seen
+
+
+@pytest.mark.parametrize("mode", [None, "align", "none"], ids=["no states", "align", "none"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one-step", "two-steps"])
+def test_vllm_calls_in_a_legal_order(chance_of, faults, overlaps, mode):
+    seen = walked(chance_of, faults, overlaps=overlaps, mode=mode)
     names = ["preempted", "reset", "load", "short load", "left as WAITING", "left as RUNNING"]
     if mode is not None:
         names += ["load of states", "save of states"]
     if mode != "none":
         names += ["save of an answer"]
     for name in names:
+        assert seen[name], f"the walk has shown no {name}: {seen}"
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_scratch_entries_of_drafts_are_never_saved_nor_held(chance_of, faults, method, mode):
+    """vLLM moves those entries, and raises if one that it moves is not its own.
+
+    A saved block has the state that its save names, and keeps it until the save has read it.
+    """
+    seen = walked(chance_of, faults, overlaps=False, mode=mode, drafts=method)
+    names = ["preempted", "reset", "load of states", "save of states", "short load"]
+    names += ["left as WAITING", "left as RUNNING", "accepted draft", "rejected draft"]
+    for name in names if mode == "none" else [*names, "save of an answer"]:
         assert seen[name], f"the walk has shown no {name}: {seen}"
 
 

@@ -69,7 +69,7 @@ def describe(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: one)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def make(groups, tp_size=1, backend=None, kernel_tokens=None):
+    def make(groups, tp_size=1, backend=None, kernel_tokens=None, num_hidden=8):
         specs = {
             name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             for group in groups
@@ -82,7 +82,7 @@ def describe(monkeypatch):
             compilation_config=SimpleNamespace(static_forward_context=modules if backend else {}),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(num_hidden_layers=4),
+                hf_text_config=SimpleNamespace(num_hidden_layers=num_hidden),
                 max_model_len=512,
                 quantization=None,
             ),
@@ -186,12 +186,55 @@ def test_a_stage_without_a_layer_of_a_group_of_unlike_states_has_its_table():
         refused([GROUPS[0], *groups[:1]])
 
 
-def test_each_stage_refuses_speculation_with_states():
-    """Else only the stages with states would end, and the others would wait for them."""
-    stage = [*WITHOUT_LAYERS[:3], GROUPS[3]]
-    refused(stage)
-    with pytest.raises(ConfigError, match=r"a layer of KV group 0 keeps a state .* speculates"):
-        refused(stage, speculative_config=object())
+def drafting(groups, num_tokens):
+    """KV groups of an engine that drafts so many tokens: the conv states have a row more for each.
+
+    vLLM's own function gives the shapes.
+    """
+    gdn = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape
+    shapes = gdn(1, 1, 2, 4, 4, 4, num_spec=num_tokens)
+    spec = replace(STATE, shapes=shapes, num_speculative_blocks=num_tokens)
+    made = replace(FULL, block_size=128)
+    return [
+        replace(g, kv_cache_spec=spec if isinstance(g.kv_cache_spec, MambaSpec) else made)
+        for g in groups
+    ]
+
+
+def test_speculation_is_told_by_name_and_is_another_form_of_states(describe):
+    plain, two, three = (describe(drafting(GROUPS, n))[0] for n in (0, 2, 3))
+    namespaces = [namespace_of(layout) for layout in (plain, two, three)]
+    assert "speculation" not in namespaces[0].fields, "else namespaces of before would be others"
+    assert namespaces[0].digest != namespaces[1].digest != namespaces[2].digest
+    forms = [layout.identity.layers[0].form for layout in (plain, two, three)]
+    assert len(set(forms)) == 3
+    for a, b in (0, 1), (1, 2), (2, 0):
+        told = namespaces[a].differences(namespaces[b].described)
+        [line] = [line for line in told if line.startswith("speculation: ")]
+        assert "speculation differs" in line
+        assert "give both engines the same --speculative-config" in line
+    assert namespaces[1].described["speculation"] == "2"
+
+
+def test_a_stage_without_states_knows_of_their_speculation(describe):
+    groups = drafting(GROUPS, 2)
+    stage = [*(replace(group, layer_names=[]) for group in groups[:3]), groups[3]]
+    assert StateTables.of(SimpleNamespace(kv_cache_groups=stage)).num_drafts == 2
+    assert describe(stage)[0].identity.speculation == 2
+
+
+def test_states_with_rows_for_drafts_may_bring_what_an_earlier_tenant_left_there(describe):
+    plain, drafts = (namespace_of(describe(drafting(GROUPS, n))[0]) for n in (0, 2))
+    assert (plain.has_pages, drafts.has_pages) == (False, True), "requests with a salt bypass it"
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.self_attn.attn", "model.layers.8.self_attn.attn"])
+def test_the_draft_layers_of_a_model_with_states_are_its_last(describe, name):
+    groups = [*GROUPS[:3], replace(GROUPS[3], layer_names=[name, *GROUPS[3].layer_names])]
+    layout, views = describe(groups, num_hidden=8)
+    assert list(views) == [*NAMES, name]
+    assert layout.identity.draft_layers == 1
+    assert describe(GROUPS, num_hidden=8)[0].identity.draft_layers == 0
 
 
 def test_a_stage_of_states_alone_is_refused_by_name(describe):
@@ -227,7 +270,7 @@ def refused(groups, **changes):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(),
         model_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(use_replayssm=bool(changes)),
         **changes,
     )
     refuse_unsupported(config, SimpleNamespace(kv_cache_groups=groups))
@@ -235,19 +278,17 @@ def refused(groups, **changes):
 
 OTHER_SIZE = KVCacheGroupSpec([NAMES[4]], replace(STATE, block_size=256))
 EVERY = KVCacheGroupSpec([NAMES[0]], replace(STATE, mamba_cache_mode="all"))
-DRAFTS = KVCacheGroupSpec([NAMES[1]], replace(STATE, num_speculative_blocks=2))
 
 
 @pytest.mark.parametrize(
     ("groups", "changes", "reason"),
     [
-        (GROUPS, {"speculative_config": object()}, r"layers\.0\..* group 0 .*speculative decoding"),
-        ([*GROUPS[2:], DRAFTS], {}, r"layers\.2\..* KV group 0 .*speculative decoding"),
+        (GROUPS, {"speculative_config": object()}, r"layers\.0\..* group 0 .*--use-replayssm"),
         (GROUPS[:1], {}, r"layers\.0\..* KV group 0 .*needs a layer with KV of each token"),
         ([*GROUPS, OTHER_SIZE], {}, r"layers\.4\..* KV group 4 .* 256 tokens .* 128"),
         ([EVERY, GROUPS[3]], {}, r"layers\.0\..* KV group 0 .*mode all"),
     ],
-    ids=["speculation", "speculative blocks", "states alone", "two sizes", "mode all"],
+    ids=["replays", "states alone", "two sizes", "mode all"],
 )
 def test_states_that_cannot_be_handed_over_are_refused_by_name(groups, changes, reason):
     refused(GROUPS)
