@@ -144,6 +144,28 @@ def test_a_hand_off_ends_with_the_states_after_its_last_token(scheduler_of):
     assert last.plan.handoff == Handoff.of(p.finish_request(asked)).id
 
 
+@pytest.mark.parametrize(
+    ("num_cached", "end", "states"),
+    [(255, 256, (24, 25)), (254, 255, (24, 25)), (252, 253, (20, 21)), (256, 257, (24, 25))],
+    ids=["a block's end", "drafts in two blocks", "in one block", "in the next block"],
+)
+def test_the_states_before_rejected_drafts_are_where_the_drafts_end(
+    scheduler_of, num_cached, end, states
+):
+    """vLLM adds drafts to one token behind cached ones; three here, of which it takes none."""
+    p, asked = scheduler_of(states=STATES, role="prefill"), request(PROMPT[: end + 1], PREFILL)
+    p.arrive(asked)
+    asked.num_computed_tokens = num_cached
+    found(p, asked, num_cached)
+    [save] = step(p, asked, 1 + 3, tables(at3=(20, 21), at4=(24, 25), at5=(26, 27))).saves
+    assert states_of(save) == [{end: states[0]}, {end: states[1]}]
+    plain, other = scheduler_of(states=STATES), request(PROMPT[:end], request_id="plain")
+    found(plain, other, num_cached)
+    other.max_tokens, other.num_computed_tokens = 20, num_cached
+    named = [(0, 20, 256), (1, 21, 256)] if end == 256 else []
+    assert step(plain, other, 1 + 3, tables(at3=(20, 21), at4=(24, 25)), named).saves == []
+
+
 def test_a_state_that_the_next_step_overwrites_is_not_saved(scheduler_of):
     """Without prefix caching each step writes the same entry; nor is a chunk's inner end kept."""
     p, asked = scheduler_of(states=ONE_STATE, role="prefill"), request(params=PREFILL)
