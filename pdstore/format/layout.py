@@ -285,9 +285,9 @@ def entries_of(
 def _check_salt(settings: Settings, identity: Identity) -> None:
     if identity.has_pages and settings.salt is not None:
         raise LayoutError(
-            "PDSTORE_SALT keeps tenants apart, and this engine's pages, and its states with"
-            " speculation, are stored whole, with what an earlier request left in them: they cannot"
-            " be used together"
+            "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole (so are"
+            " states, with speculation), with what an earlier request left in them: they cannot be"
+            " used together"
         )
 
 

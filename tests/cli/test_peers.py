@@ -88,11 +88,14 @@ def test_another_format_is_another_version_to_install(compare):
 
 def test_what_decides_the_blocks_and_the_states_of_an_engine_is_named(compare):
     found = compare(
-        status_of(block_tokens="128", form='"f32 SD"'),
+        status_of(block_tokens="128", form='"f32 SD"', speculation="2"),
         status_of(block_tokens="256", form='"f32 DS"'),
     )
     remedies = {each.subject: each.remedy for each in found_wrong(found)}
-    assert set(remedies) == {"namespace: block_tokens", "namespace: form"}
+    names = ["block_tokens", "form", "speculation"]
+    assert set(remedies) == {f"namespace: {name}" for name in names}
+    assert "speculation differs" in remedies["namespace: speculation"]
+    assert "the same --speculative-config, or neither" in remedies["namespace: speculation"]
     assert "TP size, dtypes, speculation and --block-size" in remedies["namespace: block_tokens"]
     assert "kernels, block size and kind of GPU" in remedies["namespace: form"]
 

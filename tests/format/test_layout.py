@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -221,6 +222,21 @@ def test_a_salt_is_refused_where_a_tail_carries_its_whole_page(layers, page, has
 
 
 @pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
+@pytest.mark.parametrize("speculation", [0, 2])
+def test_a_salt_is_refused_where_a_state_has_rows_for_drafts(speculation):
+    """Before a draft fills them, they have what an earlier request has left."""
+    layers = (MLA, LayerSpec.state(4100, "conv", table=1))
+    given = {"dtype": "bfloat16", "engine_block_tokens": (64, None), "rope": "", "layers": layers}
+    made = Layout.of(SETTINGS, **given, speculation=speculation)
+    namespace = made.namespace(SETTINGS, weights="w")
+    assert namespace.has_pages is (speculation > 0)
+    assert namespace.fields.get("speculation", 0) == speculation
+    salted = read_settings(block_tokens=64, salt="s")
+    refusal = pytest.raises(LayoutError, match="PDSTORE_SALT keeps tenants apart")
+    with refusal if speculation else contextlib.nullcontext():
+        Layout.of(salted, **given, speculation=speculation)
+
+
 def test_payload_bytes_are_layers_tokens_heads_channels():
     assert layout().payload_bytes(Part(0, 0), 64) == 2 * 64 * 8 * 256 * 2
     assert layout().payload_bytes(Part(1, 0), 5) == 1 * 5 * 4 * 128 * 2
