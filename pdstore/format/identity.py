@@ -281,19 +281,10 @@ class Identity:
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
-        # each of these fields is there only if it is needed, so that older namespaces stay valid
         if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
-        if self.items is not None:
-            fields["items"] = self.items
-        if any(spec.form is not None for spec in self.layers):
-            fields["form"] = [spec.form for spec in self.layers]
-        if self.speculation:
-            fields["speculation"] = self.speculation
-        if any(spec.scales is not None for spec in self.layers):
-            fields["scales"] = [spec.scales for spec in self.layers]
         return Namespace(
-            fields,
+            fields | self._fields_if_needed,
             self.parts,
             self.block_tokens,
             num_shards=self.grid_shards,
@@ -302,6 +293,20 @@ class Identity:
             bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
             has_pages=self.has_pages,
         )
+
+    @property
+    def _fields_if_needed(self) -> dict[str, Json]:
+        """The fields that a namespace has only if they say something: so older ones stay valid."""
+        fields: dict[str, Json] = {}
+        if self.items is not None:
+            fields["items"] = self.items
+        if any(spec.form is not None for spec in self.layers):
+            fields["form"] = [spec.form for spec in self.layers]
+        if any(spec.scales is not None for spec in self.layers):
+            fields["scales"] = [spec.scales for spec in self.layers]
+        if self.speculation:
+            fields["speculation"] = self.speculation
+        return fields
 
 
 def _row_of(spec: LayerSpec) -> list[Json]:
