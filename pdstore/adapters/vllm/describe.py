@@ -190,7 +190,8 @@ def _num_drafts(vllm_config: Any, layers: Layers) -> int:
     A layer of a model with states may have two caches, and another none, so drafts are told by
     their names there. Pages are of an indexer, which is a part of a layer of attention.
     """
-    num_hidden = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+    hf_config = vllm_config.model_config.hf_text_config
+    num_hidden: int | None = getattr(hf_config, "num_hidden_layers", None)
     if num_hidden is None:
         return 0
     if any(spec.is_state for spec in layers.values()):
