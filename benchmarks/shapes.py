@@ -49,6 +49,16 @@ _DEEPSEEK = {  # 4 of the 61 layers of DeepSeek-V3
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
+    "gemma-3-4b": {  # of every six layers, five see a window
+        **_COMMON,
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        **{"vocab_size": 262208, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
+        **{"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6},
+        **{"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "qwen3-next": {  # 4 of the 48 layers of Qwen3-Next-80B-A3B
         **_DELTA_NET,
         **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
