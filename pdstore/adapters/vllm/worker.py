@@ -335,9 +335,10 @@ class PDStoreConnectorWorker:
 class OpenSaves:
     """The saves of one step: they copy a layer range while the model computes the next range.
 
-    When vLLM reports the last layer of a range, `OpenSave` queues a copy of that range. Layers that
-    are not reported during the step are saved at its end. vLLM does not report layers with states
-    or pages: they are computed when it reports a layer that stands behind them in the layout.
+    When vLLM has reported all layers up to the end of a range, in any order, `OpenSave` queues a
+    copy of that range. Layers that are not reported during the step are saved at its end. vLLM does
+    not report layers with states or pages: they are computed when it reports a layer that stands
+    behind them in the layout.
 
     layout: the pool's layout; None while there is no pool.
     layers: names, in order, of the cache's first layers, which may be saved during the step.
@@ -350,17 +351,20 @@ class OpenSaves:
     ends_late: bool = False
 
     def __post_init__(self) -> None:
-        self._reported: dict[str, int] = {}  # by layer: the number of layers up to it
-        self._ends: dict[str, int] = {}  # those of them behind which another range is computed
+        # where ranges end: so many layers, and those of them that vLLM reports
+        self._ends: list[tuple[int, frozenset[str]]] = []
         if self.layout is not None:
             kept = [self.layout.identity.layers[number] for number in self.layout.held_layers]
-            numbers = enumerate(zip(self.layers, kept, strict=False), 1)
-            self._reported = {name: n for n, (name, spec) in numbers if spec.form is None}
+            reported: list[str] = []
             num_ranges = 0
-            for name, n in self._reported.items():
+            for n, (name, spec) in enumerate(zip(self.layers, kept, strict=False), 1):
+                if spec.form is not None:
+                    continue
+                reported.append(name)
                 if (now := self.layout.num_whole_ranges(n)) > num_ranges:
                     num_ranges = now
-                    self._ends[name] = n
+                    self._ends.append((n, frozenset(reported)))
+        self._num_ended = 0
         self._open: list[OpenSave] = []
         self._computed: set[str] = set()
 
@@ -370,12 +374,17 @@ class OpenSaves:
 
     def layer_done(self, name: str) -> None:
         """Notes that a layer is queued; lets its range be saved if all layers so far are queued."""
-        if self._open:
-            self._computed.add(name)
-            num_layers = self._ends.get(name, 0)
-            if num_layers and self._is_computed(num_layers):
-                for save in self._open:
-                    save.layers_done(num_layers, will_continue=not self.ends_late)
+        if not self._open:
+            return
+        self._computed.add(name)
+        ended = self._num_ended
+        while ended < len(self._ends) and self._ends[ended][1] <= self._computed:
+            ended += 1
+        if ended > self._num_ended:
+            self._num_ended = ended
+            num_layers, _ = self._ends[ended - 1]
+            for save in self._open:
+                save.layers_done(num_layers, will_continue=not self.ends_late)
 
     def end_step(self) -> None:
         """Lets the other layers be saved, and ends the step. If that fails, cancels the saves."""
@@ -396,8 +405,4 @@ class OpenSaves:
             save.job.cancel()
         self._open.clear()
         self._computed.clear()
-
-    def _is_computed(self, num_layers: int) -> bool:
-        """Returns whether vLLM has reported all of the first layers that it reports at all."""
-        needed = (name for name, n in self._reported.items() if n <= num_layers)
-        return self._computed.issuperset(needed)
+        self._num_ended = 0

@@ -303,3 +303,30 @@ def test_a_state_counts_as_computed_when_a_later_layer_is_reported(layers, done)
     counts.clear()
     saves.end_step()
     assert counts == [4]
+
+
+@pytest.mark.parametrize(
+    ("order", "done"),
+    [("abcdef", {"b": 2, "d": 4, "f": 6}), ("bdface", {"a": 2, "c": 4, "e": 6})],
+    ids=["the layout's", "by tables"],
+)
+def test_a_range_is_saved_when_all_layers_so_far_are_reported_in_any_order(order, done):
+    layout = Layout.of(
+        settings_of(layer_ranges=3),
+        dtype="float32",
+        layers=[FULL] * 6,
+        engine_block_tokens=16,
+        rope="",
+    )
+    counts: list[int] = []
+    saves = OpenSaves(layout, list("abcdef"))
+    for _ in range(2):  # steps
+        saves.add(SimpleNamespace(layers_done=lambda n, **_: counts.append(n)))
+        seen = {}
+        for name in order:
+            counts.clear()
+            saves.layer_done(name)
+            if counts:
+                [seen[name]] = counts
+        assert seen == done
+        saves.end_step()
