@@ -28,6 +28,7 @@ class JobEnd:
     num_tokens, reason: as in `JobResult`.
     ran: from the job's start to its end; None for a job that could not begin.
     in_store: from the begin of its first store call to the end of its last; None if it made none.
+    num_with_drafts: of a load, as `Job.num_with_drafts`; None stands for all of `num_tokens`.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class JobEnd:
     reason: Reason | None
     ran: TimeRange | None = None
     in_store: TimeRange | None = None
+    num_with_drafts: int | None = None
 
     @classmethod
     def fault(
@@ -63,7 +65,43 @@ class JobEnd:
             result.reason,
             TimeRange(zero + job.began, zero + now),
             TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
+            job.num_with_drafts,
         )
+
+
+def loaded_by_all(plan: LoadPlan, ends: Sequence[JobEnd]) -> int:
+    """Returns how many leading tokens are there on all ranks after a load has ended."""
+    num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
+    return max(plan.first_token, num_loaded)
+
+
+@dataclass
+class DraftRows:
+    """Tells from which token on all rows in a draft's cache are a request's own.
+
+    An engine with a draft model computes the draft's rows with the model's. But a load may have
+    brought the model's KV without the draft's, and an engine's own prefix cache does not tell what
+    earlier requests have left in the draft's.
+
+    first_own: rows from this token on were loaded for the request, or computed in it; 0 before
+      anything is known.
+    """
+
+    first_own: int | None = None
+
+    def present(self, num_tokens: int) -> None:
+        """Notes that the engine has so many tokens from earlier requests."""
+        self.first_own = num_tokens
+
+    def loaded(self, plan: LoadPlan, num_loaded: int, ends: Sequence[JobEnd]) -> None:
+        """Notes what a load has brought; with a gap in the drafts, none of it counts."""
+        counts = (end.num_with_drafts for end in ends)
+        is_whole = all(count is None or count >= num_loaded for count in counts)
+        self.first_own = plan.first_token if is_whole else num_loaded
+
+    def computed(self, start: int) -> None:
+        """Notes that the engine computes all tokens from this one on."""
+        self.first_own = start if self.first_own is None else min(self.first_own, start)
 
 
 def loss_of(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdstore.engine.job_end import JobEnd, loss_of
+from pdstore.engine.job_end import DraftRows, JobEnd, loaded_by_all, loss_of
 from pdstore.engine.phase import PROMPT_GIVEN, RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
@@ -92,6 +92,7 @@ class EngineRequest:
         self._phase = RequestPhase.LOOKUP if self.may_load else RequestPhase.FOUND  # but for loads
         self._has_left = False
         self._has_states = self.keys.namespace.continuation.is_exact
+        self._drafts = DraftRows()
         self._is_past = False  # the last step computed the prompt's last token, or an answer's
         if is_prefill:
             self.handoff, self._answer = self.cache.announce(self.keys, asked)
@@ -146,6 +147,7 @@ class EngineRequest:
         """
         self._check("find")
         self.num_present = num_present
+        self._drafts.present(num_present)
         if self._lookup is not None and not (self._is_looking or self._lookup.is_over):
             self._take(self._lookup.found)
         if self.found is None or not self.may_load or self.failure is not None:
@@ -200,8 +202,8 @@ class EngineRequest:
         if plan is None:
             return self.num_present
         ends = self._load_ends()
-        num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
-        num_loaded = max(plan.first_token, num_loaded)
+        num_loaded = loaded_by_all(plan, ends)
+        self._drafts.loaded(plan, num_loaded, ends)
         num_kept = min(num_loaded, plan.num_tokens) - plan.first_token
         self.cache.metrics.tokens.labels("loaded").inc(num_kept)
         if self.prompt_times is not None:
@@ -263,6 +265,7 @@ class EngineRequest:
     def begin_step(self, start: int, stop: int) -> None:
         """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
         self._check("begin_step")
+        self._drafts.computed(start)
         self._serve()
         self._is_past = stop >= (end := self.keys.num_tokens)
         if self._phase in PROMPT_GIVEN:
@@ -444,6 +447,7 @@ class EngineRequest:
             first_save,
             waited_s=now - self._asked_at,
             ends_prompt=keys.num_tokens == self._end_of_saves,
+            drafts_from=self._drafts.first_own or 0,
         )
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks
