@@ -75,6 +75,11 @@ def loaded_by_all(plan: LoadPlan, ends: Sequence[JobEnd]) -> int:
     return max(plan.first_token, num_loaded)
 
 
+def longest_s(ends: Sequence[JobEnd]) -> float:
+    """Returns how many seconds the job took that took longest; 0 if none has run."""
+    return max((end.ran.end_at - end.ran.begin_at for end in ends if end.ran), default=0.0)
+
+
 @dataclass
 class DraftRows:
     """Tells from which token on all rows in a draft's cache are a request's own.
@@ -83,21 +88,24 @@ class DraftRows:
     brought the model's KV without the draft's, and an engine's own prefix cache does not tell what
     earlier requests have left in the draft's.
 
-    first_own: rows from this token on were loaded for the request, or computed in it; 0 before
-      anything is known.
+    first_own: rows from this token on were loaded for the request, or computed in it. What the
+      engine has of earlier requests lies before it. None before anything is known.
+    num_cold: the tokens that the last load has brought without the drafts' KV.
     """
 
     first_own: int | None = None
+    num_cold: int = 0
 
-    def present(self, num_tokens: int) -> None:
-        """Notes that the engine has so many tokens from earlier requests."""
-        self.first_own = num_tokens
+    def loaded(self, plan: LoadPlan, num_loaded: int, ends: Sequence[JobEnd]) -> int:
+        """Notes what a load has brought, and returns `num_cold`. With a gap, no row of it counts.
 
-    def loaded(self, plan: LoadPlan, num_loaded: int, ends: Sequence[JobEnd]) -> None:
-        """Notes what a load has brought; with a gap in the drafts, none of it counts."""
-        counts = (end.num_with_drafts for end in ends)
-        is_whole = all(count is None or count >= num_loaded for count in counts)
-        self.first_own = plan.first_token if is_whole else num_loaded
+        num_loaded: as `loaded_by_all` returns it.
+        """
+        counts = (end.num_with_drafts for end in ends if end.num_with_drafts is not None)
+        num_warm = max(plan.first_token, min(counts, default=num_loaded))
+        self.num_cold = max(0, num_loaded - num_warm)
+        self.first_own = num_loaded if self.num_cold else plan.first_token
+        return self.num_cold
 
     def computed(self, start: int) -> None:
         """Notes that the engine computes all tokens from this one on."""

@@ -291,6 +291,7 @@ class Identity:
         weights: the weights' revision (`pdstore.weights_revision`), without a draft's.
         """
         layers = self.needed_layers
+        tables = sorted({spec.table for spec in layers})  # drafts may have one of their own
         salt = settings.salt.get_secret_value() if settings.salt else ""
         bare = salt.strip()
         fields: dict[str, Json] = {
@@ -304,7 +305,7 @@ class Identity:
             "block_tokens": self.block_tokens,
             "order": "token" if self.page is None else "page",
             "page": self.page,
-            "tables": [spec.table for spec in layers],
+            "tables": [tables.index(spec.table) for spec in layers],
             "shards": self.grid_shards,
             "draft_layers": 0,
             "layer_ranges": self.num_ranges,

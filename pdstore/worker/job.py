@@ -111,10 +111,7 @@ class Work(Generic[Item]):
 
     @property
     def num_with_drafts(self) -> int:
-        """How many leading tokens of `progress` have all of a draft's rows, as far as it may tell.
-
-        The caller holds `lock`.
-        """
+        """How many tokens of `progress` have the drafts' KV too. The caller holds `lock`."""
         return self.progress
 
     def poll(self, *, takes: bool = False) -> Share | NoShare:
@@ -155,6 +152,8 @@ class Job:
 
     began: when the job was made, in monotonic seconds.
     timeout_s: begins when the job no longer waits for earlier jobs: that makes its deadline.
+    num_with_drafts: of a load that has ended: how many leading tokens have the drafts' KV too. It
+      is `result.num_tokens` if this rank has no layer of a draft.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Job:
         self._end: Shortfall | None = None
         self._captured = False
         self._store_calls: tuple[float, float] | None = None
-        self._num_with_drafts = 0
+        self.num_with_drafts = 0
         self._watchers: list[Callable[[Job], None]] = []
         self._result: JobResult | None = None
         self._has_ended = threading.Event()
@@ -207,14 +206,6 @@ class Job:
     def result(self) -> JobResult | None:
         """The job's outcome; None before the job has ended."""
         return self._result
-
-    @property
-    def num_with_drafts(self) -> int:
-        """Of a load that has ended: how many leading tokens it has filled with drafts' KV too.
-
-        It is `result.num_tokens` if this rank has no layer of a draft.
-        """
-        return self._num_with_drafts
 
     @property
     def in_store(self) -> tuple[float, float] | None:
@@ -299,7 +290,7 @@ class Job:
             if work is None:
                 return
             progress = work.progress
-            self._num_with_drafts = work.num_with_drafts
+            self.num_with_drafts = work.num_with_drafts
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
