@@ -26,7 +26,8 @@ MODEL = range(3)
 LAST = 3
 BLOCK = 64
 VALUE_BYTES = HEADER_BYTES + BLOCK * 2 * 16 * 4
-TOKENS = range(230)
+NUM_TOKENS = 230
+TOKENS = range(NUM_TOKENS)
 """Three whole blocks and a tail."""
 HERE, THERE = range(20, 40), range(2, 22)
 URLS = ["memory://", "file://{}/pool", "shm://drafts?size=8MiB&dir={}"]
@@ -62,16 +63,16 @@ def load(d, tokens=TOKENS, **given):
     return job
 
 
-def rows(half, ids, layer, stop=len(TOKENS), start=0):
+def rows(half, ids, layer, stop=NUM_TOKENS, start=0):
     return half.tokens(ids, layer)[start:stop]
 
 
-def check_model(p, d, stop=len(TOKENS)):
+def check_model(p, d, stop=NUM_TOKENS):
     for layer in MODEL:
         assert torch.equal(rows(p, HERE, layer, stop), rows(d, THERE, layer, stop))
 
 
-def check_draft(p, d, warm, stop=len(TOKENS)):
+def check_draft(p, d, warm, stop=NUM_TOKENS):
     """Checks that D has the first `warm` rows of the draft, and no row of another block."""
     if warm:
         assert torch.equal(rows(p, HERE, LAST, warm), rows(d, THERE, LAST, warm))
@@ -154,7 +155,8 @@ def test_a_load_from_inside_a_block_takes_the_drafts_from_there(half):
     p, d = half(), half(POISON)
     save(p)
     job = load(d, first_token=80)
-    assert job.result == JobResult(230) and job.num_with_drafts == 230
+    assert job.result == JobResult(230)
+    assert job.num_with_drafts == 230
     assert (rows(d, THERE, LAST, 80) == POISON).all()
     assert torch.equal(rows(p, HERE, LAST, 230, 80), rows(d, THERE, LAST, 230, 80))
 
