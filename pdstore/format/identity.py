@@ -312,18 +312,11 @@ class Identity:
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
-        # each of these fields is there only if it is needed, so that older namespaces stay valid
         if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
-        if self.items is not None:
-            fields["items"] = self.items
-        if any(spec.form is not None for spec in layers):
-            fields["form"] = [spec.form for spec in layers]
-        if any(spec.scales is not None for spec in layers):
-            fields["scales"] = [spec.scales for spec in layers]
         needed = [n for n in range(len(self.groups)) if n not in self.drafts]
         return Namespace(
-            fields,
+            {**fields, **self._rare_fields()},
             self.parts,
             self.block_tokens,
             num_shards=self.grid_shards,
@@ -333,6 +326,16 @@ class Identity:
             has_pages=self.has_pages,
             drafts={n: self._draft_name(n) for n in sorted(self.drafts)},
         )
+
+    def _rare_fields(self) -> dict[str, Json]:
+        """Returns fields that are there only if needed, so that older namespaces stay valid."""
+        layers = self.needed_layers
+        fields: dict[str, Json] = {} if self.items is None else {"items": self.items}
+        if any(spec.form is not None for spec in layers):
+            fields["form"] = [spec.form for spec in layers]
+        if any(spec.scales is not None for spec in layers):
+            fields["scales"] = [spec.scales for spec in layers]
+        return fields
 
     def _draft_name(self, group: int) -> str:
         """Returns a digest of all that the bytes of a draft's KV group depend on.

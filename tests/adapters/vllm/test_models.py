@@ -247,16 +247,16 @@ def misses_named(server):
 def test_instances_with_a_draft_or_another_or_none_share_all_but_the_drafts_kv(start, tmp_path):
     draft, other = (make_draft(tmp_path / name / "draft", seed) for seed, name in enumerate("ab"))
     p, d, plain, other_d = start(p=draft, d=draft, plain=None, other=other)
-    pairs = {(p, d): True, (p, plain): False, (plain, d): False, (p, other_d): False}
-    for num_tokens, ((one, two), is_warm) in product(LENGTHS, pairs.items()):
+    pairs = [(p, d), (p, plain), (plain, d), (p, other_d)]
+    for num_tokens, (one, two) in product(LENGTHS, pairs):
         prompt = new_prompt(num_tokens)
         since = Since(two)
         answer = ask(two, prompt, 20, kv_transfer_params=prefill(one, prompt))
         assert since.loaded == num_tokens
         assert since.computed <= 1
         assert since["pdstore_tokens_total:lost"] == 0
-        num_cold = 0 if is_warm or two is plain else num_tokens
-        assert since["pdstore_tokens_total:cold"] == num_cold
+        is_cold = one is plain or two is other_d
+        assert since["pdstore_tokens_total:cold"] == (num_tokens if is_cold else 0)
         assert (since["vllm:spec_decode_num_drafts_total"] > 0) == (two is not plain)
         answer.assert_same(alone(two, prompt, 20))
         assert answer.ids == alone(plain, prompt, 20).ids
