@@ -291,7 +291,6 @@ class Identity:
         weights: the weights' revision (`pdstore.weights_revision`), without a draft's.
         """
         layers = self.needed_layers
-        tables = sorted({spec.table for spec in layers})  # drafts may have one of their own
         salt = settings.salt.get_secret_value() if settings.salt else ""
         bare = salt.strip()
         fields: dict[str, Json] = {
@@ -305,7 +304,7 @@ class Identity:
             "block_tokens": self.block_tokens,
             "order": "token" if self.page is None else "page",
             "page": self.page,
-            "tables": [tables.index(spec.table) for spec in layers],
+            "tables": self._tables(),
             "shards": self.grid_shards,
             "draft_layers": 0,
             "layer_ranges": self.num_ranges,
@@ -326,6 +325,12 @@ class Identity:
             has_pages=self.has_pages,
             drafts={n: self._draft_name(n) for n in sorted(self.drafts)},
         )
+
+    def _tables(self) -> list[Json]:
+        """Returns the block table of each needed layer, counted without those of drafts alone."""
+        needed = [spec.table for spec in self.needed_layers]
+        of_drafts = {spec.table for spec in self.layers} - {*needed}
+        return [table - sum(of < table for of in of_drafts) for table in needed]
 
     def _rare_fields(self) -> dict[str, Json]:
         """Returns fields that are there only if needed, so that older namespaces stay valid."""

@@ -178,6 +178,13 @@ def test_a_speculating_instance_has_the_namespace_of_one_that_does_not_speculate
         assert {**pinned_of(layout, {}), "drafts": PINNED[name]["drafts"]} == PINNED[name]
 
 
+def test_a_block_table_of_drafts_alone_is_not_counted():
+    layers = [replace(FULL, table=2), replace(SLIDING, table=0)]
+    drafting = [*layers, replace(DRAFT, table=1)]
+    plain = [replace(FULL, table=1), replace(SLIDING, table=0)]
+    assert pinned_of({"layers": drafting}, {})["hex"] == pinned_of({"layers": plain}, {})["hex"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
