@@ -88,8 +88,9 @@ METRICS: dict[str, Metric] = {
         _counter(
             "tokens",
             "tokens of prompts: looked up, found in the pool, to be loaded by a plan, loaded,"
-            " planned and not loaded, saved (by each rank, and again if lost)",
-            verb=("requested", "matched", "promised", "loaded", "lost", "saved"),
+            " loaded without the draft model's KV, planned and not loaded, saved (by each rank,"
+            " and again if lost)",
+            verb=("requested", "matched", "promised", "loaded", "cold", "lost", "saved"),
         ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),
         _counter("jobs", "jobs ended", direction=DIRECTIONS, outcome=("ok", *REASONS)),

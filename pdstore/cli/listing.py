@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,17 @@ from pdstore.cli.output import age, counted
 from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
-from pdstore.format.keys import POOL_ID_KEY, BlockKey, Json, Kind, Part, kind_of, prefix_of
+from pdstore.format.keys import (
+    DRAFT_DIGITS,
+    POOL_ID_KEY,
+    BlockKey,
+    Json,
+    Kind,
+    Part,
+    digest_in_header,
+    kind_of,
+    prefix_of,
+)
 from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
@@ -27,7 +38,8 @@ from pdstore.store.wrappers import WrapperStore
 # Anyone who can write may make other keys.
 _HEX = "([0-9a-f]{32})"
 _NUMBER = "([0-9]{1,9})"
-_BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
+_DRAFT = f"(?:[.]([0-9a-f]{{{DRAFT_DIGITS}}}))?"
+_BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}{_DRAFT}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
 _MAX_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
 _MAX_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
@@ -98,6 +110,7 @@ class StoredKey(NamedTuple):
 
     name: a block's prefix hash, or a marker's hand-off id.
     num_tokens: tokens of a tail; None for a whole block, because its key does not say.
+    draft: what names the draft model whose KV it is; empty for the model's own.
     """
 
     kind: Kind
@@ -106,6 +119,7 @@ class StoredKey(NamedTuple):
     shard: int = 0
     name: str = ""
     num_tokens: int | None = None
+    draft: str = ""
 
     @classmethod
     def parsed(cls, key: BlockKey) -> StoredKey | None:
@@ -113,9 +127,10 @@ class StoredKey(NamedTuple):
         if key == POOL_ID_KEY:
             return cls(Kind.POOL, "")
         if block := _BLOCK.fullmatch(key):
-            namespace, group, shard, name, tokens = block.groups()
+            namespace, group, draft, shard, name, tokens = block.groups()
             num_tokens = int(tokens) if tokens else None
-            return cls(kind_of(key), namespace, int(group), int(shard), name, num_tokens)
+            kind, of_draft = kind_of(key), draft or ""
+            return cls(kind, namespace, int(group), int(shard), name, num_tokens, of_draft)
         if marker := _MARKER.fullmatch(key):
             namespace, name, shard = marker.groups()
             return cls(Kind.HANDOFF, namespace, 0, int(shard), name)
@@ -129,6 +144,7 @@ class NamespaceUse:
     youngest_s, oldest_s: the shortest and the longest time, in seconds, for which a value was not
       used; None if the store does not tell.
     sample: a value of a whole block, whose header has the block size.
+    drafts: how many values there are of each draft model, which are no part of a block.
     """
 
     hex: str
@@ -138,6 +154,7 @@ class NamespaceUse:
     youngest_s: float | None = None
     oldest_s: float | None = None
     sample: StoredValue | None = None
+    drafts: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_values(self) -> int:
@@ -146,9 +163,11 @@ class NamespaceUse:
     def add(self, value: StoredValue, key: StoredKey) -> None:
         self.num_bytes += value.num_bytes
         self.counts[key.kind] += 1
-        if key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MAX_PARTS:
+        if key.draft:
+            self.drafts[key.draft] += 1
+        elif key.kind in (Kind.BLOCK, Kind.TAIL) and len(self.parts) < _MAX_PARTS:
             self.parts.add(Part(key.group, key.shard))
-        if key.kind is Kind.BLOCK and value.num_bytes <= _MAX_BYTES:
+        if not key.draft and key.kind is Kind.BLOCK and value.num_bytes <= _MAX_BYTES:
             self.sample = value
         if value.age_s is not None:  # 0 is an age: redis tells whole seconds
             before = (self.youngest_s, self.oldest_s)
@@ -227,6 +246,7 @@ def du(url: str | None) -> Answer:
         document: dict[str, Json] = {"namespace": use.hex, "bytes": use.num_bytes}
         document |= zip(("blocks", "tails", "markers"), counts, strict=True)
         document["parts"] = [list(part) for part in sorted(use.parts)]
+        document["drafts"] = dict(use.drafts)
         document |= {"youngest_s": use.youngest_s, "oldest_s": use.oldest_s}
         documents.append(document)
     return Answer(
@@ -293,8 +313,9 @@ def _verdict(stored: StoredKey, header: Header | None) -> str:
     if header is None:
         return "missing"
     tokens = header.num_tokens if stored.num_tokens is None else stored.num_tokens
+    namespace = digest_in_header(bytes.fromhex(stored.namespace), stored.draft)
     same = stored.kind is Kind.POOL or (
-        (header.namespace.hex(), header.prefix_hash.hex()) == (stored.namespace, stored.name)
+        (header.namespace, header.prefix_hash.hex()) == (namespace, stored.name)
         and (header.group, header.shard, header.num_tokens) == (stored.group, stored.shard, tokens)
     )
     return "right" if same else "foreign: whole, but of another key, and nobody will use it"

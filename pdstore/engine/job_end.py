@@ -28,6 +28,7 @@ class JobEnd:
     num_tokens, reason: as in `JobResult`.
     ran: from the job's start to its end; None for a job that could not begin.
     in_store: from the begin of its first store call to the end of its last; None if it made none.
+    num_with_drafts: of a load, as `Job.num_with_drafts`; None stands for all of `num_tokens`.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class JobEnd:
     reason: Reason | None
     ran: TimeRange | None = None
     in_store: TimeRange | None = None
+    num_with_drafts: int | None = None
 
     @classmethod
     def fault(
@@ -63,7 +65,51 @@ class JobEnd:
             result.reason,
             TimeRange(zero + job.began, zero + now),
             TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
+            job.num_with_drafts,
         )
+
+
+def loaded_by_all(plan: LoadPlan, ends: Sequence[JobEnd]) -> int:
+    """Returns how many leading tokens are there on all ranks after a load has ended."""
+    num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
+    return max(plan.first_token, num_loaded)
+
+
+def longest_s(ends: Sequence[JobEnd]) -> float:
+    """Returns how many seconds the job took that took longest; 0 if none has run."""
+    return max((end.ran.end_at - end.ran.begin_at for end in ends if end.ran), default=0.0)
+
+
+@dataclass
+class DraftRows:
+    """Tells from which token on all rows in a draft's cache are a request's own.
+
+    An engine with a draft model computes the draft's rows with the model's. But a load may have
+    brought the model's KV without the draft's, and an engine's own prefix cache does not tell what
+    earlier requests have left in the draft's.
+
+    first_own: rows from this token on were loaded for the request, or computed in it. What the
+      engine has of earlier requests lies before it. None before anything is known.
+    num_cold: the tokens that the last load has brought without the drafts' KV.
+    """
+
+    first_own: int | None = None
+    num_cold: int = 0
+
+    def loaded(self, plan: LoadPlan, num_loaded: int, ends: Sequence[JobEnd]) -> int:
+        """Notes what a load has brought, and returns `num_cold`. With a gap, no row of it counts.
+
+        num_loaded: as `loaded_by_all` returns it.
+        """
+        counts = (end.num_with_drafts for end in ends if end.num_with_drafts is not None)
+        num_warm = max(plan.first_token, min(counts, default=num_loaded))
+        self.num_cold = max(0, num_loaded - num_warm)
+        self.first_own = num_loaded if self.num_cold else plan.first_token
+        return self.num_cold
+
+    def computed(self, start: int) -> None:
+        """Notes that the engine computes all tokens from this one on."""
+        self.first_own = start if self.first_own is None else min(self.first_own, start)
 
 
 def loss_of(

@@ -103,6 +103,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
         num_loaded=max(0, min(num_loaded, num_prompt - 1) - request.num_present),
         num_computed=request.num_prefill_tokens,
         num_saved=_saved_by_all(saves, is_published=request.is_published),
+        num_cold=request.drafts.num_cold,
         reason=next((reason for reason in (*reasons, request.reason) if reason is not None), None),
         loss=request.loss,
         phases=tuple(sorted(phases, key=lambda phase: phase.begin_s)),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdstore.engine.job_end import JobEnd, loss_of
+from pdstore.engine.job_end import DraftRows, JobEnd, loaded_by_all, longest_s, loss_of
 from pdstore.engine.phase import PROMPT_GIVEN, RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
@@ -75,6 +75,7 @@ class EngineRequest:
     ends: list[JobEnd] = field(init=False, default_factory=list)
     loss: Loss | None = field(init=False, default=None)
     timer: RequestTimer = field(init=False, default_factory=RequestTimer)
+    drafts: DraftRows = field(init=False, default_factory=DraftRows)
 
     def __post_init__(self) -> None:
         asked = TransferParams.parse(self.params)
@@ -145,7 +146,7 @@ class EngineRequest:
         num_tokens: tokens of the prompt; for a preempted request, of the prompt and the answer.
         """
         self._check("find")
-        self.num_present = num_present
+        self.num_present = self.drafts.first_own = num_present  # of earlier requests
         if self._lookup is not None and not (self._is_looking or self._lookup.is_over):
             self._take(self._lookup.found)
         if self.found is None or not self.may_load or self.failure is not None:
@@ -200,20 +201,18 @@ class EngineRequest:
         if plan is None:
             return self.num_present
         ends = self._load_ends()
-        num_loaded = min((end.num_tokens for end in ends), default=plan.first_token)
-        num_loaded = max(plan.first_token, num_loaded)
+        num_loaded = loaded_by_all(plan, ends)
+        self.cache.metrics.tokens.labels("cold").inc(self.drafts.loaded(plan, num_loaded, ends))
         num_kept = min(num_loaded, plan.num_tokens) - plan.first_token
         self.cache.metrics.tokens.labels("loaded").inc(num_kept)
         if self.prompt_times is not None:
-            took = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
-            self.prompt_times.load_ended(self, num_loaded, max(took, default=0.0))
+            self.prompt_times.load_ended(self, num_loaded, longest_s(ends))
         if num_loaded < plan.num_tokens:
             reason = next((end.reason for end in ends if end.reason is not None), Reason.FAULT)
             self._note_loss(plan, num_loaded, ends, reason)
             self.give_up(reason)
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
-        was_preempted = self._phase in PROMPT_GIVEN  # then its client has a first token already
-        if not was_preempted:
+        if self._phase not in PROMPT_GIVEN:  # else its client has a first token already
             self.cache.metrics.exposed_seconds.observe(self.timer.elapsed_s)
         self.num_saved = max(self.num_saved, num_loaded)
         return num_loaded
@@ -263,6 +262,7 @@ class EngineRequest:
     def begin_step(self, start: int, stop: int) -> None:
         """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
         self._check("begin_step")
+        self.drafts.computed(start)
         self._serve()
         self._is_past = stop >= (end := self.keys.num_tokens)
         if self._phase in PROMPT_GIVEN:
@@ -415,8 +415,7 @@ class EngineRequest:
         self.cache.metrics.tokens.labels("lost").inc(self.loss.num_lost)
 
     def _load_ends(self) -> list[JobEnd]:
-        ends = self.ends[self._num_earlier_ends :]
-        return [end for end in ends if end.direction is Direction.LOAD]
+        return [e for e in self.ends[self._num_earlier_ends :] if e.direction is Direction.LOAD]
 
     def _plan_save(self, keys: PromptKeys, state_ends: Collection[int] = ()) -> SavePlan | None:
         """Returns the save of the new tokens of `keys`; the prompt's last save publishes it."""
@@ -444,6 +443,7 @@ class EngineRequest:
             first_save,
             waited_s=now - self._asked_at,
             ends_prompt=keys.num_tokens == self._end_of_saves,
+            drafts_from=self.drafts.first_own or 0,
         )
         self.is_published |= handoff is not None
         self.num_jobs += self.num_ranks

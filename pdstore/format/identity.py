@@ -16,7 +16,14 @@ import torch
 
 from pdstore.errors import LayoutError
 from pdstore.format.continuation import needs_of, states_of
-from pdstore.format.keys import FORMAT_VERSION, Json, Namespace, Part
+from pdstore.format.keys import (
+    DRAFT_DIGITS,
+    FORMAT_VERSION,
+    Json,
+    Namespace,
+    Part,
+    canonical,
+)
 from pdstore.settings import Settings
 
 
@@ -40,6 +47,8 @@ class LayerSpec:
     scales: the name in torch of the type of the scales that a quantized cache keeps in tensors of
       their own: of each token and head one for K and, unless V is not stored, one for V. None if
       there are no such tensors.
+    optional: True for a layer of a draft model (EAGLE, MTP), whose KV makes no answer different.
+      It is loaded where it is stored, and nothing depends on it.
 
     `latent`, `state` and `page` make the layers that are neither full attention nor a sliding
     window. Raises LayoutError for scales that no torch dtype names, and for those of a state or a
@@ -55,8 +64,11 @@ class LayerSpec:
     form: str | None = None
     cell_tokens: int | None = 1
     scales: str | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
+        if self.optional and self.is_state:
+            raise LayoutError("a draft's layer with a state is not supported: only KV of tokens is")
         if self.scales is None:
             return
         if not isinstance(getattr(torch, self.scales, None), torch.dtype):
@@ -154,7 +166,7 @@ class Identity:
 
     dtype: the name of the cache's element type in torch.
     layers: one LayerSpec per layer of the whole model, in order; equal specs of one layer range
-      form one KV group.
+      form one KV group. Optional layers come last, and are one range behind the others.
     block_tokens: tokens of a stored block.
     rope: the text that `shaping` makes of the model's configuration.
     page: None for token-major payloads, `[layer][token][head][K|V]`. For an engine that packs
@@ -162,13 +174,14 @@ class Identity:
       one head of an engine block as it lies in memory, for a tail too.
     num_shards: the number of shards that the KV heads of a group are split into; an MLA group
       always has one shard, and so have states that each rank holds whole.
-    draft_layers: the number of layers, at the end, that belong to a draft model (MTP, EAGLE).
-    num_ranges: the number of layer ranges that the layers are split into, as evenly as possible.
-      P can store one range while the model computes the next range.
+    num_ranges: the number of layer ranges that the other layers are split into, as evenly as
+      possible. P can store one range while the model computes the next range.
     items: how keys name images, sounds and videos; None for a model of text.
     speculation: the number of tokens that the engine drafts, if the model has states, else 0. For
       each of them a convolution's state has one more row, which nothing reads before a draft has
       filled it: until then it has what an earlier request left there.
+    draft: a text that names what computes the optional layers: the draft model's revision, and
+      what changes its KV although its weights stay the same.
 
     Raises LayoutError for numbers that do not fit together.
     """
@@ -180,18 +193,21 @@ class Identity:
     quantization: str | None = None
     page: str | None = None
     num_shards: int = 1
-    draft_layers: int = 0
     num_ranges: int = 1
     items: str | None = None
     speculation: int = 0
+    draft: str = ""
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise LayoutError("a layout needs at least one layer")
+        if not self.layers or self.layers[0].optional:
+            raise LayoutError("a layout needs at least one layer that is not optional")
+        if any(spec.optional for spec in self.needed_layers):
+            raise LayoutError("optional layers, which are a draft model's, come after all others")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise LayoutError(f"{self.dtype!r} is no torch dtype")
-        if not 1 <= self.num_ranges <= len(self.layers):
-            raise LayoutError(f"{len(self.layers)} layers do not make {self.num_ranges} ranges")
+        num_layers = len(self.needed_layers)
+        if not 1 <= self.num_ranges <= num_layers:
+            raise LayoutError(f"{num_layers} layers do not make {self.num_ranges} ranges")
         for spec in self.layers:
             if spec.is_state and not spec.is_whole and spec.num_kv_heads != self.num_shards:
                 raise LayoutError(
@@ -211,11 +227,16 @@ class Identity:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype.itemsize
 
+    @property
+    def needed_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that are not optional: those of the model without its draft."""
+        return self.layers[: _num_needed(self.layers)]
+
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of a whole block: the KV of its tokens, of all layers and heads; no states."""
+        """Bytes of a whole block: the KV of its tokens, of all heads; no states, no drafts."""
         num_bytes = 0
-        for spec in self.layers:
+        for spec in self.needed_layers:
             if spec.cell_tokens is not None:
                 num_cells = self.block_tokens // spec.cell_tokens * spec.num_kv_heads
                 num_bytes += num_cells * spec.cell_bytes(self.itemsize)
@@ -236,14 +257,24 @@ class Identity:
         return groups_of(self.layers, self.num_ranges)
 
     @cached_property
+    def drafts(self) -> frozenset[int]:
+        """The numbers of the KV groups whose layers are optional."""
+        return frozenset(n for n in range(len(self.groups)) if self.spec_of(n).optional)
+
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """All parts of one block, of all ranks, in the order of their keys."""
+        """All parts that make up one block, of all ranks, in the order of their keys; no drafts."""
+        return tuple(part for part in self.all_parts if part.group not in self.drafts)
+
+    @cached_property
+    def all_parts(self) -> tuple[Part, ...]:
+        """All parts of one block, of all ranks, and then those of its drafts."""
         return tuple(Part(g, s) for g in range(len(self.groups)) for s in range(self.shards_of(g)))
 
     @cached_property
     def grid_shards(self) -> int:
         """The number of shards of a block; 1 if all KV groups are MLA, whatever the TP size."""
-        return max(self.shards_of(group) for group in range(len(self.groups)))
+        return max(self.shards_of(part.group) for part in self.parts)
 
     def shards_of(self, group: int) -> int:
         return 1 if self.spec_of(group).is_whole else self.num_shards
@@ -253,14 +284,21 @@ class Identity:
         return self.layers[self.groups[group][0]]
 
     def range_of(self, layer: int) -> int:
-        """Returns the layer range that a layer belongs to, counted from 0."""
-        return range_of(layer, len(self.layers), self.num_ranges)
+        """Returns the layer range that a layer belongs to, counted from 0.
+
+        Optional layers are in range number `num_ranges`.
+        """
+        if self.layers[layer].optional:
+            return self.num_ranges
+        return range_of(layer, len(self.needed_layers), self.num_ranges)
 
     def namespace(self, settings: Settings, *, weights: str) -> Namespace:
         """Returns the namespace of an instance with this identity; it has a digest of the salt.
 
-        weights: the weights' revision (`pdstore.weights_revision`).
+        It is the namespace of the same model without a draft: the fields name no optional layer.
+        weights: the weights' revision (`pdstore.weights_revision`), without a draft's.
         """
+        layers = self.needed_layers
         salt = settings.salt.get_secret_value() if settings.salt else ""
         bare = salt.strip()
         fields: dict[str, Json] = {
@@ -268,45 +306,66 @@ class Identity:
             "weights": weights,
             "dtype": self.dtype,
             "quantization": self.quantization,
-            "layers": [_row_of(spec) for spec in self.layers],
-            "windows": [spec.window for spec in self.layers],
+            "layers": [_row_of(spec) for spec in layers],
+            "windows": [spec.window for spec in layers],
             "rope": self.rope,
             "block_tokens": self.block_tokens,
             "order": "token" if self.page is None else "page",
             "page": self.page,
-            "tables": [spec.table for spec in self.layers],
+            "tables": self._tables(),
             "shards": self.grid_shards,
-            "draft_layers": self.draft_layers,
+            "draft_layers": 0,
             "layer_ranges": self.num_ranges,
             "hash": "sha256",
             "salt": sha256(salt.encode()).hexdigest() if salt else None,
         }
         if settings.seal_key_file is not None:
             fields["seal"] = "aes-256-gcm"
+        needed = [n for n in range(len(self.groups)) if n not in self.drafts]
         return Namespace(
-            fields | self._fields_if_needed,
+            {**fields, **self._rare_fields()},
             self.parts,
             self.block_tokens,
             num_shards=self.grid_shards,
-            needs=needs_of((n, self.spec_of(n).needs) for n in range(len(self.groups))),
-            states=states_of((n, self.spec_of(n).is_state) for n in range(len(self.groups))),
+            needs=needs_of((n, self.spec_of(n).needs) for n in needed),
+            states=states_of((n, self.spec_of(n).is_state) for n in needed),
             bare_salt=sha256(bare.encode()).hexdigest() if bare != salt else None,
             has_pages=self.has_pages,
+            drafts={n: self._draft_name(n) for n in sorted(self.drafts)},
         )
 
-    @property
-    def _fields_if_needed(self) -> dict[str, Json]:
-        """The fields that a namespace has only if they say something: so older ones stay valid."""
-        fields: dict[str, Json] = {}
-        if self.items is not None:
-            fields["items"] = self.items
-        if any(spec.form is not None for spec in self.layers):
-            fields["form"] = [spec.form for spec in self.layers]
-        if any(spec.scales is not None for spec in self.layers):
-            fields["scales"] = [spec.scales for spec in self.layers]
+    def _tables(self) -> list[Json]:
+        """Returns the block table of each needed layer, counted without those of drafts alone."""
+        needed = [spec.table for spec in self.needed_layers]
+        of_drafts = {spec.table for spec in self.layers} - {*needed}
+        return [table - sum(of < table for of in of_drafts) for table in needed]
+
+    def _rare_fields(self) -> dict[str, Json]:
+        """Returns fields that are there only if needed, so that older namespaces stay valid."""
+        layers = self.needed_layers
+        fields: dict[str, Json] = {} if self.items is None else {"items": self.items}
+        if any(spec.form is not None for spec in layers):
+            fields["form"] = [spec.form for spec in layers]
+        if any(spec.scales is not None for spec in layers):
+            fields["scales"] = [spec.scales for spec in layers]
         if self.speculation:
             fields["speculation"] = self.speculation
         return fields
+
+    def _draft_name(self, group: int) -> str:
+        """Returns a digest of all that the bytes of a draft's KV group depend on.
+
+        The namespace, which keys have as well, names the model behind the draft.
+        """
+        specs = [self.layers[number] for number in self.groups[group]]
+        rows = [[*_row_of(of), of.window, of.form, of.scales] for of in specs]
+        what = [self.draft, self.dtype, self.page, self.shards_of(group), rows]
+        return sha256(canonical(what).encode()).hexdigest()[:DRAFT_DIGITS]
+
+
+def _num_needed(layers: Sequence[LayerSpec]) -> int:
+    """Returns the number of the last layer that is not optional, plus 1."""
+    return max((n for n, spec in enumerate(layers, 1) if not spec.optional), default=0)
 
 
 def _row_of(spec: LayerSpec) -> list[Json]:
@@ -333,10 +392,11 @@ def groups_of(layers: Sequence[LayerSpec], num_ranges: int) -> tuple[tuple[int, 
     """Returns the layer numbers of each KV group; the groups are sorted by their first layer.
 
     All layers of a group have equal specs and lie in one layer range. The groups of a range come
-    before the groups of the next range.
+    before the groups of the next range, and those of optional layers come last.
     """
     groups: dict[tuple[int, LayerSpec], list[int]] = {}
+    num_needed = _num_needed(layers)
     for number, spec in enumerate(layers):
-        at = range_of(number, len(layers), num_ranges)
+        at = num_ranges if spec.optional else range_of(number, num_needed, num_ranges)
         groups.setdefault((at, spec), []).append(number)
     return tuple(tuple(numbers) for numbers in groups.values())

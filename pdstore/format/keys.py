@@ -5,11 +5,14 @@ The format is fixed so that every engine, language and router derives the same k
 
     root    h_-1 = H(namespace | lp(LoRA digest) | lp(cache salt) [| lp(weights digest)])
     block   h_i  = H(h_{i-1} | tokens_i as little-endian int32 | lp(extra) ...)
-    key     pds1:<namespace hex>:<group>:<shard>:<hash hex>[:partial:<n>]
+    key     pds1:<namespace hex>:<group>[.<draft>]:<shard>:<hash hex>[:partial:<n>]
 
 `H` is sha256 cut to 16 bytes. `lp` puts the length of some bytes in front of them, as little-endian
 u32. An extra is the content hash of a multimodal item, followed by the item's offset from the
 block's first token as little-endian int32.
+
+The KV groups of a draft model have numbers behind the model's own, and then a digest of what the
+draft is. So instances with unlike drafts, or with none, share the other groups.
 
 The weights' digest is left out while the weights are those that the namespace names: it is there
 after weights were written in place.
@@ -37,6 +40,7 @@ from pdstore.format.continuation import Continuation
 
 FORMAT_VERSION = 2
 HASH_BYTES = 16
+DRAFT_DIGITS = 16
 HEX_ID = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
@@ -59,6 +63,16 @@ class Part(NamedTuple):
     shard: int
 
 
+def digest_in_header(namespace: bytes, draft: str = "") -> bytes:
+    """Returns the digest of a namespace that is in the headers of its values.
+
+    draft: what names the draft in a value's key; empty for a value that is not a draft's.
+    """
+    if not draft:
+        return namespace
+    return sha256(namespace + draft.encode()).digest()[:HASH_BYTES]
+
+
 def prefix_of(namespace: str) -> str:
     """Returns the text that begins the keys of a namespace (`Namespace.hex`) and no other keys.
 
@@ -77,6 +91,8 @@ class Namespace:
 
     fields: the properties by name, as `Identity.namespace` makes them.
     parts: the (group, shard) pairs whose values together are one block, in key order.
+    drafts: what names each KV group of a draft model, by its number: `DRAFT_DIGITS` hex digits.
+      Such a group is no part of a block, and is looked up by nobody but a load.
     needs, states: as `Continuation` takes them, by the number of the KV group.
     bare_salt: a digest of the salt after white space at its ends is removed; None if it has none.
     has_pages: values may bring with them what another prompt left behind in the same page or state.
@@ -91,6 +107,7 @@ class Namespace:
     states: frozenset[int] = frozenset()
     bare_salt: str | None = None
     has_pages: bool = False
+    drafts: Mapping[int, str] = field(default_factory=dict)
     digest: bytes = b""
 
     def __post_init__(self) -> None:
@@ -100,6 +117,15 @@ class Namespace:
     @property
     def hex(self) -> str:
         return self.digest.hex()
+
+    def key_prefix(self, part: Part) -> str:
+        """Returns how the keys of a part begin."""
+        draft = self.drafts.get(part.group)
+        return f"pds1:{self.hex}:{part.group}{f'.{draft}' if draft else ''}:{part.shard}:"
+
+    def header_digest(self, part: Part) -> bytes:
+        """Returns the digest that is in the headers of a part's values."""
+        return digest_in_header(self.digest, self.drafts.get(part.group, ""))
 
     @property
     def continuation(self) -> Continuation:
@@ -342,7 +368,7 @@ class PromptKeys:
         self, parts: Sequence[Part], start: int = 0, stop: int | None = None
     ) -> list[BlockKey]:
         """Returns the keys of blocks `start` to `stop` - 1: for each block, one for each part."""
-        heads = [f"pds1:{self.namespace.hex}:{group}:{shard}:" for group, shard in parts]
+        heads = [self.namespace.key_prefix(part) for part in parts]
         names = map(bytes.hex, self._full[start:stop])
         keys = [head + name for name in names for head in heads]
         has_tail = self._tail is not None and start <= len(self._full)

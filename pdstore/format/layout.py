@@ -78,10 +78,10 @@ class Layout:
         freed_tokens: int | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
-        draft_layers: int = 0,
         pipeline: Pipeline | None = None,
         items: str | None = None,
         speculation: int = 0,
+        draft: str = "",
     ) -> Layout:
         """Returns the layout with block size, shards and layer ranges from the settings.
 
@@ -106,12 +106,13 @@ class Layout:
             quantization=quantization,
             page=page,
             num_shards=settings.kv_shards or tp_size,
-            draft_layers=draft_layers,
             items=items,
             speculation=speculation,
+            draft=draft,
         )
         wanted = settings.layer_ranges or min(MAX_RANGES, identity.block_bytes // RANGE_BYTES)
-        identity = replace(identity, num_ranges=max(1, min(wanted, len(layers))))
+        most = len(identity.needed_layers)
+        identity = replace(identity, num_ranges=max(1, min(wanted, most)))
         _check_salt(settings, identity)
         return cls(identity, entries, tp_rank, tp_size, pipeline)
 
@@ -140,7 +141,7 @@ class Layout:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts of one block, of all ranks, in the order of their keys."""
+        """All parts that make up one block, of all ranks, in the order of their keys; no drafts."""
         return self.identity.parts
 
     def namespace(self, settings: Settings, *, weights: str) -> Namespace:
@@ -156,8 +157,15 @@ class Layout:
 
     @cached_property
     def held_ranges(self) -> tuple[int, ...]:
-        """The layer ranges that have layers in this rank's cache, in order."""
-        return tuple(dict.fromkeys(map(self.identity.range_of, self.held_layers)))
+        """The layer ranges that have layers in this rank's cache, in order; without the drafts'."""
+        needed = (n for n in self.held_layers if not self.identity.layers[n].optional)
+        return tuple(dict.fromkeys(map(self.identity.range_of, needed)))
+
+    @cached_property
+    def draft_range(self) -> int | None:
+        """The layer range of the optional layers in this rank's cache; None if it has none."""
+        has_drafts = self.identity.layers[self.held_layers[-1]].optional
+        return self.identity.num_ranges if has_drafts else None
 
     @property
     def num_stages(self) -> int:
@@ -166,18 +174,24 @@ class Layout:
 
     @cached_property
     def parts_of(self) -> Mapping[int | None, Sequence[Part]]:
-        """The owned parts of each layer range; None: of all layers."""
-        made: dict[int | None, list[Part]] = {None: [*self.owned_parts]}
+        """The owned parts of each layer range; None: of all layers that are not optional."""
+        drafts = self.identity.drafts
+        needed = [part for part in self.owned_parts if part.group not in drafts]
+        made: dict[int | None, list[Part]] = {None: needed}
         for part in self.owned_parts:
             first_layer = self.identity.groups[part.group][0]
             made.setdefault(self.identity.range_of(first_layer), []).append(part)
         return made
 
     def num_whole_ranges(self, num_layers: int) -> int:
-        """Returns how many `held_ranges` end within the first `num_layers` of `held_layers`."""
+        """Returns how many `held_ranges` end within the first `num_layers` of `held_layers`.
+
+        The last one ends with the drafts, so that D, which waits for it alone, finds them stored.
+        """
         if num_layers >= len(self.held_layers):
             return len(self.held_ranges)
-        return self.held_ranges.index(self.identity.range_of(self.held_layers[num_layers]))
+        at = self.identity.range_of(self.held_layers[num_layers])
+        return self.held_ranges.index(at) if at in self.held_ranges else len(self.held_ranges) - 1
 
     @cached_property
     def owned_parts(self) -> tuple[Part, ...]:
@@ -185,9 +199,9 @@ class Layout:
         identity = self.identity
         return tuple(
             part
-            for part in identity.parts
+            for part in identity.all_parts
             if identity.groups[part.group][0] in self.held_layers
-            and (part.shard in self.owned_shards or identity.shards_of(part.group) == 1)
+            and (part.shard in self._shards or identity.shards_of(part.group) == 1)
         )
 
     @cached_property
@@ -195,6 +209,11 @@ class Layout:
         """The shards for which this rank stores `done`: it owns all their parts in its stage."""
         if self.identity.grid_shards == 1:
             return range(1)
+        return self._shards
+
+    @property
+    def _shards(self) -> range:
+        """The shards of this rank in KV groups that are split."""
         per_rank = self.identity.num_shards // self.tp_size
         return range(self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank)
 

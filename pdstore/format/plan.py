@@ -68,6 +68,8 @@ class SavePlan:
       again, and the admission takes the save for a later one of its prompt.
     waited_s: as in `LoadPlan`.
     ends_prompt: True for a prompt's last save; one of its answer may follow.
+    drafts_from: the tokens before it may have rows of earlier requests in a draft's cache, so
+      drafts are saved only of blocks that begin at this token or later.
     """
 
     keys: PromptKeys
@@ -78,6 +80,7 @@ class SavePlan:
     first_save: PromptSave | None = None
     waited_s: float = 0.0
     ends_prompt: bool = False
+    drafts_from: int = 0
 
     @property
     def is_handed_off(self) -> bool:

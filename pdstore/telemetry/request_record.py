@@ -76,6 +76,8 @@ class RequestRecord:
       store call to the end of its last.
     traceparent: the W3C trace context that came with the request.
     loss: what a load was to bring and has not brought; None if nothing.
+    num_cold: loaded tokens without the KV of this instance's draft model, which then proposes worse
+      tokens; 0 without a draft model.
     """
 
     request_id: str
@@ -92,6 +94,7 @@ class RequestRecord:
     in_store: tuple[Phase, ...] = ()
     traceparent: str | None = None
     loss: Loss | None = None
+    num_cold: int = 0
 
     def line(self) -> str:
         """Returns the record as a line for the log."""
@@ -103,6 +106,8 @@ class RequestRecord:
         )
         if times:
             words += f"; {times}"
+        if self.num_cold:
+            words += f"; {self.num_cold} loaded without the draft model's KV"
         if self.reason is not None:
             words += f"; {self.reason.value}"
         if self.loss is not None:

@@ -109,6 +109,11 @@ class Work(Generic[Item]):
         """
         return self._progress
 
+    @property
+    def num_with_drafts(self) -> int:
+        """How many tokens of `progress` have the drafts' KV too. The caller holds `lock`."""
+        return self.progress
+
     def poll(self, *, takes: bool = False) -> Share | NoShare:
         """Returns the next share, or why there is none. The caller holds `lock`.
 
@@ -147,6 +152,8 @@ class Job:
 
     began: when the job was made, in monotonic seconds.
     timeout_s: begins when the job no longer waits for earlier jobs: that makes its deadline.
+    num_with_drafts: of a load that has ended: how many leading tokens have the drafts' KV too. It
+      is `result.num_tokens` if this rank has no layer of a draft.
     """
 
     def __init__(
@@ -175,6 +182,7 @@ class Job:
         self._end: Shortfall | None = None
         self._captured = False
         self._store_calls: tuple[float, float] | None = None
+        self.num_with_drafts = 0
         self._watchers: list[Callable[[Job], None]] = []
         self._result: JobResult | None = None
         self._has_ended = threading.Event()
@@ -282,6 +290,7 @@ class Job:
             if work is None:
                 return
             progress = work.progress
+            self.num_with_drafts = work.num_with_drafts
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:

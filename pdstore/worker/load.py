@@ -13,7 +13,7 @@ from pdstore.format.values import BlockRange, Values
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
 from pdstore.worker.job import Work, WorkerTurn, WorkItem
 from pdstore.worker.mover import Mover
-from pdstore.worker.values import PromptBlocks
+from pdstore.worker.values import PromptBlocks, bytes_of
 
 
 @dataclass(eq=False)
@@ -26,6 +26,7 @@ class _LoadRange(WorkItem):
 
     blocks: BlockRange
     layer_range: int | None
+    is_draft: bool = False
     num_loaded: int = 0
     reached: int = 0
 
@@ -37,6 +38,10 @@ class LoadWork(Work[_LoadRange]):
     A gap is a block that could not be loaded. A block counts when all its layer ranges are verified
     and copied. If a load has met a wrong value, at its end it reads all ranges that it did not load
     whole, and removes the wrong values in them, so that one save heals the prompt.
+
+    When all blocks are released, drafts are loaded too, up to the first block (a tail is one) that
+    has none: behind a gap, a draft with full attention would use rows that are of no prompt. Of
+    drafts nothing is a shortfall: the draft's model is then cold, and proposes worse tokens.
 
     first_token: the tokens before it are in the paged cache already.
     ready: an event that the copies wait for.
@@ -50,11 +55,19 @@ class LoadWork(Work[_LoadRange]):
     _is_closed: bool = field(default=False, init=False)  # True after `close`, or after a gap
     _cut: Reason | None = field(default=None, init=False)
     _gaps: list[tuple[_LoadRange, Shortfall]] = field(default_factory=list, init=False)
+    _drafts: list[_LoadRange] = field(default_factory=list, init=False)
+    _wrong_drafts: list[_LoadRange] = field(default_factory=list, init=False)
 
     @property
     def progress(self) -> int:
         ends = map(self._tokens_of, self._released.values())
         return self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
+
+    @property
+    def num_with_drafts(self) -> int:
+        if self.prompt.layout.draft_range is None:
+            return self.progress
+        return min(self.progress, self._tokens_of(self._drafts))
 
     @property
     def is_open(self) -> bool:
@@ -75,16 +88,30 @@ class LoadWork(Work[_LoadRange]):
 
     def close(self, cut: Reason | None = None) -> None:
         """Ends the releases; later calls do nothing. cut: why blocks are missing, or None."""
+        drafts = self._draft_ranges() if cut is None else []
         with self.lock:
             if not self._is_closed:
                 self._cut = cut
                 self._is_closed = True
+                self._drafts = drafts
+                self._waiting += drafts
+
+    def _draft_ranges(self) -> list[_LoadRange]:
+        layout, keys, split = self.prompt.layout, self.prompt.keys, self.mover.transfer.split
+        number = layout.draft_range
+        if number is None:
+            return []
+        first = self.first_token // layout.block_tokens
+        ranges = split.ranges(first, len(keys), bytes_of(layout, keys, first, number))
+        return [_LoadRange(blocks, number, is_draft=True) for blocks in ranges]
 
     def conclude(self, turn: WorkerTurn, shortfall: Shortfall | None) -> Shortfall | None:
         """Returns the shortfall of the first gap in the prompt, which need not be first in time."""
         with self.lock:
             gaps, cut = list(self._gaps), self._cut
             released = [item for items in self._released.values() for item in items]
+            wrong_drafts = list(self._wrong_drafts)
+        self._remove_wrong(turn, wrong_drafts)
         if gaps:
             if any(gap.reason in self.mover.context.removed for _, gap in gaps):
                 self._remove_wrong(turn, released)
@@ -92,11 +119,21 @@ class LoadWork(Work[_LoadRange]):
         return Shortfall(cut) if shortfall is None and cut is not None else shortfall
 
     def _note_gap(self, item: _LoadRange, gap: Shortfall) -> None:
-        """Drops the block ranges behind a gap, where no block counts. The caller holds `lock`."""
-        self._gaps.append((item, gap))
-        self._is_closed = True
+        """Drops the block ranges behind a gap, where no block counts. The caller holds `lock`.
+
+        Behind a gap of the drafts only theirs are dropped.
+        """
         missing = self._block_at(item)
-        self._waiting = deque(each for each in self._waiting if each.blocks.first < missing)
+        if not item.is_draft:
+            self._gaps.append((item, gap))
+            self._is_closed = True
+        elif gap.reason in self.mover.context.removed:
+            self._wrong_drafts.append(item)
+        self._waiting = deque(
+            each
+            for each in self._waiting
+            if each.blocks.first < missing or (item.is_draft and not each.is_draft)
+        )
 
     def _block_at(self, item: _LoadRange) -> int:
         """Returns the first missing block of a block range that has a gap."""
@@ -116,17 +153,24 @@ class LoadWork(Work[_LoadRange]):
             return
         loaded = partial(self._note_loaded, item, values)
         gap: Shortfall | None = None
-        move = Move(values, self.ready, self.first_token)
         try:
+            there = self._draft_values(turn, values) if item.is_draft else values
+            move = Move(there, self.ready, self.first_token)
             while move.values and gap is None:
                 gap, rest = self.mover.transfer.load_window(turn, move, loaded)
                 move = move._replace(values=rest)
+            if gap is None and len(there) < len(values):
+                gap = Shortfall(Reason.ABSENT)
         except StoreError as error:
             gap = Shortfall(reason_of(error), error)
         if gap is not None:
             turn.finish_copy()  # values of this copy lie before the gap, so they still count
             with self.lock:
                 self._note_gap(item, gap)
+
+    def _draft_values(self, turn: WorkerTurn, values: Values) -> Values:
+        """Returns those of a draft's values that are stored, up to the first block with a gap."""
+        return values[: values.num_whole(self.mover.num_matched(turn, values.keys))]
 
     def _remove_wrong(self, turn: WorkerTurn, released: Sequence[_LoadRange]) -> None:
         with contextlib.suppress(StoreError):  # the load has a reason for its shortfall already

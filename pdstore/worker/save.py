@@ -42,6 +42,9 @@ class SaveWork(Work[_SaveRange]):
     only its own blocks at the end. A save with a hand-off matches the whole prompt at the end,
     saves again what the store lost meanwhile, and then tells D.
 
+    Drafts are saved where they can be: whether or not they are stored decides nothing. A draft's
+    value of a block is left out if a row in it may be an earlier request's (`drafts_from`).
+
     prompt: the blocks of `plan.keys`.
     """
 
@@ -99,7 +102,8 @@ class SaveWork(Work[_SaveRange]):
         if by_use is None:
             return
         first_block = 0 if self.plan.ends_prompt else self.first_block
-        keys = self.prompt.keys.store_keys(self.prompt.layout.owned_parts, first_block)
+        parts = self.prompt.layout.parts_of[None]  # a draft's, used before, go before them
+        keys = self.prompt.keys.store_keys(parts, first_block)
         with contextlib.suppress(StoreError), turn.in_store_call():
             by_use.use(keys)
 
@@ -110,12 +114,16 @@ class SaveWork(Work[_SaveRange]):
         moves = []
         for item in items:
             ready = self.mover.context.copies.device_event_or_wait(item.ready)
+            is_draft = item.layer_range == self.prompt.layout.draft_range is not None
             stop = item.blocks.stop
-            missing = BlockRange(min(max(item.blocks.first, first), stop), stop)
-            if values := self.prompt.values(missing, item.layer_range):
-                moves.append(Move(values, ready, on_store_error=partial(self._makes_room, turn)))
-            else:
+            begin = max(item.blocks.first, first, self._first_draft if is_draft else 0)
+            values = self.prompt.values(BlockRange(min(begin, stop), stop), item.layer_range)
+            if not values:
                 self._note_copied(turn)
+            elif is_draft:
+                self._save_drafts(turn, Move(values, ready))
+            else:
+                moves.append(Move(values, ready, on_store_error=partial(self._makes_room, turn)))
         if not moves:
             return None
         reason = self.mover.transfer.save(turn, moves, partial(self._note_copied, turn))
@@ -123,6 +131,16 @@ class SaveWork(Work[_SaveRange]):
             for move in moves:  # because D loads them later
                 self._num_leased(turn, move.values)
         return reason
+
+    @property
+    def _first_draft(self) -> int:
+        """The first block of which all rows in a draft's cache are this request's."""
+        return -(-self.plan.drafts_from // self.prompt.layout.block_tokens)
+
+    def _save_drafts(self, turn: WorkerTurn, move: Move) -> None:
+        """Saves drafts as far as the store takes them; D can do without."""
+        with contextlib.suppress(StoreError):
+            self.mover.transfer.save(turn, [move], partial(self._note_copied, turn))
 
     def _decide(self, turn: WorkerTurn) -> tuple[int, bool]:
         """Decides which block is the first to save, and whether the save may evict.
@@ -360,18 +378,22 @@ class OpenSave:
         at_begin, self._at_begin = self._at_begin, ()
         for call in at_begin:
             call()
-        first, stop = self._work.first_block, len(self._prompt.keys)
         for numbers, ready in self._queued:
             are_all = numbers == self._held
             for number in [None] if are_all else numbers:
-                self._work.release(
-                    self._split.ranges(first, stop, self._bytes_of(number)),
-                    ready,
-                    layer_range=number,
-                    is_last=are_all or number == self._held[-1],
-                )
+                is_last = are_all or number == self._held[-1]
+                if is_last and (drafts := self._prompt.layout.draft_range) is not None:
+                    self._release(drafts, ready)  # first, as D waits for the others alone
+                self._release(number, ready, is_last=is_last)
         self._queued.clear()
         self._wake()
+
+    def _release(
+        self, layer_range: int | None, ready: ReadyEvent | None, *, is_last: bool = False
+    ) -> None:
+        first, stop = self._work.first_block, len(self._prompt.keys)
+        ranges = self._split.ranges(first, stop, self._bytes_of(layer_range))
+        self._work.release(ranges, ready, layer_range=layer_range, is_last=is_last)
 
 
 class RunningSaves:

@@ -32,11 +32,12 @@ class PromptBlocks:
     keys: PromptKeys
     tables: BlockTables
     first: int = 0
+    _every: Values | None = field(default=None, init=False)  # drafts too
     _made: dict[int | None, Values] = field(default_factory=dict, init=False)  # by layer range
     _making: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def values(self, blocks: BlockRange, layer_range: int | None = None) -> Values:
-        """Returns the values of some blocks, of one layer range or (None) of all layers.
+        """Returns the values of some blocks, of one layer range or (None) of all but drafts.
 
         A value is left out if one of its engine blocks is not there (NO_BLOCK).
         """
@@ -62,8 +63,8 @@ class PromptBlocks:
     def _of_layers(self, layer_range: int | None) -> Values:
         values = self._made.get(layer_range)
         if values is None:
-            values = self._all() if layer_range is None else self._of_layers(None)
-            if layer_range is not None:
+            values = self._every = self._every or self._all()
+            if layer_range is not None or self.layout.draft_range is not None:
                 parts = self.layout.parts_of.get(layer_range, ())
                 values = values.chosen([i for i, part in enumerate(values.parts) if part in parts])
             self._made[layer_range] = values
@@ -149,7 +150,7 @@ class PromptBlocks:
             num_shards=layout.identity.shards_of(part.group),
             num_tokens=num_tokens,
             payload_bytes=layout.payload_bytes(part, num_tokens),
-            namespace=self.keys.namespace.digest,
+            namespace=self.keys.namespace.header_digest(part),
             prefix_hash=bytes(16),
         )
 
@@ -157,7 +158,10 @@ class PromptBlocks:
 def bytes_of(
     layout: Layout, keys: PromptKeys, first_block: int, layer_range: int | None = None
 ) -> int:
-    """Returns the number of payload bytes of the blocks from `first_block` on."""
+    """Returns the payload bytes of the blocks from `first_block` on, of all layers but drafts'.
+
+    layer_range: counts only this one, which may be that of the drafts.
+    """
     num_tokens = keys.num_tokens - min(first_block * layout.block_tokens, keys.num_tokens)
     parts = layout.parts_of.get(layer_range, ())
     return sum(layout.payload_bytes(part, num_tokens) for part in parts)

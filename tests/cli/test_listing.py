@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdstore.cli import listing as module
+from pdstore.cli.explained import explain
 from pdstore.cli.listing import StoredKey, clear, du, inspect, ls, open_pool
 from pdstore.errors import ConfigError
-from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys
+from pdstore.format.block import HEADER_BYTES, Header, seal
+from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys, kind_of
 from pdstore.settings import read_settings
 from pdstore.store import StoreURL, open_store
 from pdstore.store.memory import MemoryStore
@@ -233,8 +236,46 @@ def test_blocks_and_tails_are_read_back():
     keys = PromptKeys(NAMESPACE).extend(range(20))
     block, tail = map(StoredKey.parsed, keys.store_keys(NAMESPACE.parts))
     hashes = [keys.hash_of(number).hex() for number in (0, 1)]
-    assert block == (Kind.BLOCK, NAMESPACE.hex, 2, 3, hashes[0], None)
-    assert tail == (Kind.TAIL, NAMESPACE.hex, 2, 3, hashes[1], 4)
+    assert block == (Kind.BLOCK, NAMESPACE.hex, 2, 3, hashes[0], None, "")
+    assert tail == (Kind.TAIL, NAMESPACE.hex, 2, 3, hashes[1], 4, "")
+
+
+def test_a_draft_is_no_part_of_a_block_and_is_counted_apart(tmp_path):
+    parts = (Part(0, 0), Part(1, 0))
+    plain = namespace_of("drafts", parts=parts[:1])
+    drafting = replace(namespace_of("drafts", parts=parts), drafts={1: "d" * 16})
+    assert plain.hex == drafting.hex
+    url = f"file://{tmp_path / 'pool'}"
+    store = open_store(url, read_settings())
+    for namespace, stop in ((plain, 3), (drafting, 1)):
+        save(store, PromptKeys(namespace).extend(range(40)), stop=stop)
+    store.close()
+    [use] = du(url).document["namespaces"]
+    assert (use["parts"], use["drafts"], use["blocks"]) == ([[0, 0]], {"d" * 16: 1}, 3)
+    ids = ",".join(map(str, range(40)))
+    assert explain(url, ids=ids).document["found_tokens"] == 40
+    [name] = PromptKeys(drafting).extend(range(40)).store_keys(parts[1:], 0, 1)
+    assert inspect(url, name).document["verdict"] == "right"
+    store = open_store(url, read_settings())
+    header = Header(0, 1, 0, 1, 16, 0, plain.digest, bytes.fromhex(name.split(":")[4]))
+    value = memoryview(bytearray(HEADER_BYTES))
+    seal(value, header)
+    store.remove([name])
+    put(store, [name], [bytes(value)])
+    store.close()
+    assert inspect(url, name).document["verdict"].startswith("foreign"), "a block's header"
+
+
+def test_a_draft_s_key_begins_as_no_other_key_does():
+    namespace = replace(namespace_of("any"), drafts={1: "d" * 16, 11: "e" * 16})
+    keys = PromptKeys(namespace).extend(range(20))
+    of = {n: keys.store_keys([Part(n, 0)]) for n in (0, 1, 10, 11)}
+    names = [name for listed in of.values() for name in listed]
+    starts = {n: namespace.key_prefix(Part(n, 0)) for n in of}
+    for number, start in starts.items():
+        assert [name for name in names if name.startswith(start)] == of[number]
+    assert [StoredKey.parsed(name).draft for name in of[11]] == ["e" * 16] * 2
+    assert [kind_of(name) for name in of[1]] == [Kind.BLOCK, Kind.TAIL]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +284,7 @@ def test_blocks_and_tails_are_read_back():
         *("", "pds1:", "pds1:doctor:00", f"pds1:{'a' * 32}:0:0:short"),
         *(f"pds1:{'a' * 32}:{number}:0:{'b' * 32}" for number in ("9" * 5000, "\u0661", "-1")),
         f"pds1:{'a' * 32}:0:0:{'b' * 32}:partial:{'9' * 5000}",
+        *(f"pds1:{'a' * 32}:1{draft}:0:{'b' * 32}" for draft in (".", ".d", f".{'D' * 16}")),
         f"pds1:{'a' * 32}:handoff:{'b' * 32}:0:d\u00f6ne",
     ],
 )

@@ -314,7 +314,6 @@ NAMESPACE_CHANGES = [
     {"block_tokens": 32},
     {"rope": "theta=1e6"},
     {"num_shards": 2},
-    {"draft_layers": 1},
     {"layers": (FULL, SLIDING, dataclasses.replace(FULL, scales="float32"))},
     {"layers": (FULL, SLIDING, dataclasses.replace(FULL, scales="bfloat16"))},
 ]

@@ -29,6 +29,7 @@ MLA = LayerSpec.latent(576)
 CONV, SSM = (LayerSpec.state(4100, form, table=2) for form in ("conv, bfloat16", "ssm, float32"))
 PAGE = LayerSpec.page(64 * 132, 64, "rows of fp8, scales of float32")
 SCALED, SCALED_MLA = (replace(spec, scales="float32") for spec in (FULL, MLA))
+DRAFT = replace(FULL, optional=True)
 ROPE = '{"rope_theta": 10000.0}'
 
 LAYOUTS = {
@@ -40,8 +41,9 @@ LAYOUTS = {
     "mla on several ranks": {"layers": [MLA] * 27, "tp_size": 8, "tp_rank": 3},
     "windows": {"layers": [FULL, SLIDING] * 3, "boundary_tokens": 16},
     "windows only": {"layers": [LayerSpec(4, 64, window=4096)] * 8},
-    "drafts": {"layers": [FULL] * 5, "draft_layers": 1},
-    "drafts with MLA": {"layers": [FULL, FULL, MLA], "draft_layers": 1},
+    "drafts": {"layers": [FULL] * 4 + [DRAFT], "draft": "a revision"},
+    "drafts with MLA": {"layers": [FULL, FULL, replace(MLA, optional=True)]},
+    "drafts of MLA": {"layers": [MLA] * 4 + [DRAFT], "tp_size": 2, "tp_rank": 1},
     "images": {"layers": [FULL] * 2, "items": "name, sha256"},
     "pages of a CPU": {"layers": [FULL] * 2, "page": "vllm-cpu:amx"},
     "pages of a CPU, in shards": {"layers": [FULL] * 2, "page": "vllm-cpu:vec", "tp_size": 4},
@@ -108,12 +110,13 @@ def pinned_of(layout: dict, given: dict) -> dict:
         "num_shards": made.num_shards,
         "windows": {str(group): tokens for group, tokens in made.needs.items()},
         **({"states": sorted(made.states)} if made.states else {}),
+        **({"drafts": {str(n): name for n, name in made.drafts.items()}} if made.drafts else {}),
     }
 
 
 CASES = {
     **{name: (layout, {}) for name, layout in LAYOUTS.items()},
-    **{name: (LAYOUTS["drafts"], given) for name, given in SETTINGS.items()},
+    **{name: ({"layers": [FULL] * 5}, given) for name, given in SETTINGS.items()},
 }
 
 
@@ -165,6 +168,39 @@ def test_what_a_pages_bytes_are_is_part_of_the_namespace(other):
     )
     one, two = (pinned_of(layout, {})["hex"] for layout in layouts)
     assert one != two
+
+
+def test_a_speculating_instance_has_the_namespace_of_one_that_does_not_speculate():
+    for name in ("drafts", "drafts with MLA", "drafts of MLA"):
+        layout = {**LAYOUTS[name], "draft": ""}
+        layout["layers"] = [spec for spec in layout["layers"] if not spec.optional]
+        assert PINNED[name]["drafts"].keys() == {"1"}
+        assert {**pinned_of(layout, {}), "drafts": PINNED[name]["drafts"]} == PINNED[name]
+
+
+def test_a_block_table_of_drafts_alone_is_not_counted():
+    layers = [replace(FULL, table=2), replace(SLIDING, table=0)]
+    drafting = [*layers, replace(DRAFT, table=1)]
+    plain = [replace(FULL, table=1), replace(SLIDING, table=0)]
+    assert pinned_of({"layers": drafting}, {})["hex"] == pinned_of({"layers": plain}, {})["hex"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"draft": "another revision"},
+        {"layers": [FULL] * 4 + [DRAFT] * 2},
+        {"layers": [FULL] * 4 + [replace(DRAFT, window=1024)]},
+        {"layers": [FULL] * 4 + [replace(DRAFT, head_dim=64)]},
+        {"layers": [FULL] * 4 + [replace(DRAFT, scales="float32")]},
+        {"layers": [FULL] * 4 + [replace(PAGE, optional=True)], "engine_block_tokens": 64},
+    ],
+    ids=["revision", "layers", "window", "row", "scales", "pages"],
+)
+def test_what_a_draft_is_names_its_groups_alone(change):
+    one, other = (pinned_of({**LAYOUTS["drafts"], **more}, {}) for more in ({}, change))
+    assert one["drafts"] != other["drafts"]
+    assert one["hex"] == other["hex"]
 
 
 def test_no_two_pinned_namespaces_are_one():

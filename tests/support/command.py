@@ -70,7 +70,7 @@ def save(store: Store, keys: PromptKeys, *, start: int = 0, stop: int | None = N
                 1,
                 keys.tokens_of(number),
                 PAYLOAD,
-                keys.namespace.digest,
+                keys.namespace.header_digest(part),
                 keys.hash_of(number),
             )
             value = memoryview(bytearray(block.HEADER_BYTES + PAYLOAD))

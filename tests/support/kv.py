@@ -99,6 +99,7 @@ class Instance:
         page: str | None = None,
         boundary_tokens: int | None = None,
         dtype: str = "float32",
+        draft: str = "",
         **changes: object,
     ) -> None:
         self.store, self.settings = store, settings_of(**changes)
@@ -113,6 +114,7 @@ class Instance:
             tp_size=rank[1],
             page=page,
             boundary_tokens=boundary_tokens,
+            draft=draft,
         )
         self.namespace: Namespace = self.layout.namespace(self.settings, weights=weights)
         self.caches = caches_of(self.layout, num_blocks, fill)

@@ -19,7 +19,6 @@ from pdstore.adapters.vllm.layers import (
     SEE,
     Layers,
     all_layers,
-    is_draft,
     own_layers,
     page_of,
     refuse_layers_without_tensors,
@@ -164,15 +163,15 @@ def layout_of(
         engine_block_tokens=first.shape[1],
         boundary_tokens=_boundary(layers, states, first.shape[1]),
         freed_tokens=first.shape[0] // kv_cache_config.num_blocks * first.shape[1],
-        rope=_shaping(vllm_config, list(layers)),
+        rope=_shaping(vllm_config, [name for name, of in layers.items() if not of.optional]),
         quantization=None if is_plain else canonical([weights, str(cache_dtype)]),
         page=page_of(vllm_config, own_name) if first.device.type == "cpu" else None,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        draft_layers=_num_drafts(vllm_config, layers),
         pipeline=pipeline,
         items="name, sha256" if has_items else None,
         speculation=states.num_drafts,
+        draft=_draft(settings, vllm_config, [n for n, of in layers.items() if of.optional]),
     )
     return layout, views
 
@@ -184,48 +183,49 @@ def _boundary(layers: Layers, states: StateTables, block_tokens: int) -> int | N
     return block_tokens if any(spec.window for spec in layers.values()) else None
 
 
-def _num_drafts(vllm_config: Any, layers: Layers) -> int:
-    """Returns how many of the layers belong to a draft model.
-
-    A layer of a model with states may have two caches, and another none, so drafts are told by
-    their names there. Pages are of an indexer, which is a part of a layer of attention.
-    """
-    hf_config = vllm_config.model_config.hf_text_config
-    num_hidden: int | None = getattr(hf_config, "num_hidden_layers", None)
-    if num_hidden is None:
-        return 0
-    if any(spec.is_state for spec in layers.values()):
-        return sum(is_draft(name, num_hidden) for name in layers)
-    num_layers = sum(not spec.is_page for spec in layers.values())
-    return max(0, num_layers - num_hidden)
-
-
 def layers_by_step(vllm_config: Any, layout: Layout, names: Sequence[str]) -> Sequence[str]:
     """Returns the layers whose KV can be saved during a step: those computed once in it.
 
-    If a step has microbatches, vLLM computes each layer once for each of them. If there is a draft
-    model, vLLM computes its layers once for each drafted token. In both cases no layer is returned,
-    because KV is complete only at the end of the step.
+    vLLM computes a draft model's layers once for each drafted token, so they are left out: their KV
+    is complete only at the end of the step. If a step has microbatches, vLLM computes each layer
+    once for each of them, so no layer is returned.
+
+    names: those of the layers in this rank's cache, in the layout's order.
     """
     parallel = vllm_config.parallel_config
     splits = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
-    return () if splits or layout.identity.draft_layers else names
+    if splits:
+        return ()
+    every = layout.identity.layers
+    kept = zip(names, layout.held_layers, strict=True)
+    return [name for name, number in kept if not every[number].optional]
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:
-    """Returns the revision of the model's weights.
+    """Returns the revision of the model's weights, without a draft model's.
 
-    If the draft model is another checkpoint, the draft model's revision is appended.
     Raises ConfigError if no revision is found and the user must set it.
     """
-    model = vllm_config.model_config
-    load_format = vllm_config.load_config.load_format
-    revision = _revision(settings, model, load_format)
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    if settings.weights or draft is None or draft.model == model.model:
-        return revision
-    return f"{revision}+{_revision(settings, draft, load_format)}"
+    return _revision(settings, vllm_config.model_config, vllm_config.load_config.load_format)
+
+
+def _draft(settings: Settings, vllm_config: Any, names: Sequence[str]) -> str:
+    """Returns what the draft model is, in canonical form; empty if no layer is a draft's.
+
+    It has the revision of its weights, unless they are in the model's own checkpoint or
+    PDSTORE_WEIGHTS names both. Raises ConfigError as `revision_of` does.
+    """
+    if not names:
+        return ""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    draft = speculative.draft_model_config
+    revision = None
+    if not settings.weights and draft.model != model.model:
+        revision = _revision(settings, draft, vllm_config.load_config.load_format)
+    fields = {name: getattr(draft.hf_text_config, name, None) for name in (*SHAPING, *INDEXING)}
+    more: dict[str, Json] = {"method": speculative.method, "quantization": draft.quantization}
+    length = draft.max_model_len
+    return shaping(fields, max_model_len=length, layers=list(names), revision=revision, **more)
 
 
 def _revision(settings: Settings, model: Any, load_format: str) -> str:

@@ -35,9 +35,6 @@ which the scales are part of the weights."""
 _INDEXER = "DEEPSEEK_V32_INDEXER"
 """vLLM's name of the kernels that use an indexer's pages, of DeepSeek V3.2 and of GLM-5."""
 
-_MTP = "mtp"
-"""Part of the names of a hybrid model's own draft layers: `mtp.layers.0.self_attn.attn`."""
-
 
 def views_of(
     kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
@@ -70,7 +67,8 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
                 device = views[name].device.type
                 layers[name] = _state(spec, module, device, tp_size, table)
             else:
-                layers[name] = _of_tokens(name, spec, views[name], module, tp_size, table)
+                layer = _of_tokens(name, spec, views[name], module, tp_size, table)
+                layers[name] = replace(layer, optional=is_draft(vllm_config, name))
     if all(spec.form is not None for spec in layers.values()):
         raise LayoutError(
             "it has only layers with states or pages; choose a smaller pipeline-parallel size;"
@@ -87,34 +85,35 @@ def own_layers(vllm_config: Any, kv_cache_config: Any, views: Mapping[str, torch
 
 
 def in_order(layers: Layers) -> Layers:
-    """Returns layers in the order of a layout: by block table.
+    """Returns layers in the order of a layout: by block table, and a draft model's at the end.
 
-    If some have states, the order is the model's, so that a layer range ends early in a step. MTP's
-    draft layers, whose numbers begin at 0 again, come last. Of one number, layers of tokens come
-    first: vLLM reports only such layers when it computes them, and a state counts as computed when
-    a later one is reported.
+    If some have states, the order is the model's, so that a layer range ends early in a step. Of
+    one number, layers of tokens come first: vLLM reports only such layers when it computes them,
+    and a state counts as computed when a later one is reported.
     """
     if not any(spec.is_state for spec in layers.values()):
-        return dict(sorted(layers.items(), key=lambda each: each[1].table))
+        return dict(sorted(layers.items(), key=lambda each: (each[1].optional, each[1].table)))
 
     def at(name: str) -> tuple[bool, Sequence[int], bool]:
-        return _MTP in name.split("."), _numbers_in(name), layers[name].is_state
+        numbers = tuple(int(part) for part in name.split(".") if part.isdecimal())
+        return layers[name].optional, numbers, layers[name].is_state
 
     return {name: layers[name] for name in sorted(layers, key=at)}
 
 
-def is_draft(name: str, num_hidden: int) -> bool:
-    """Returns whether a layer belongs to the draft model (MTP, EAGLE) of a model with states.
+def is_draft(vllm_config: Any, name: str) -> bool:
+    """Returns whether a layer is of a draft model that keeps KV of its own (EAGLE, MTP).
 
-    Its number follows the model's last one, or its name is MTP's.
-
-    num_hidden: how many layers the model itself has.
+    vLLM numbers the layers of such a model behind the model's own, or puts `draft_model` in front.
+    Those of a hybrid model's MTP have `mtp` in their names, and begin at 0 again.
     """
-    return _MTP in name.split(".") or any(number >= num_hidden for number in _numbers_in(name)[:1])
-
-
-def _numbers_in(name: str) -> Sequence[int]:
-    return tuple(int(part) for part in name.split(".") if part.isdecimal())
+    if getattr(vllm_config, "speculative_config", None) is None:
+        return False
+    words = name.split(".")
+    number = next((int(word) for word in words if word.isdecimal()), 0)
+    hf_config = vllm_config.model_config.hf_text_config
+    num_layers = getattr(hf_config, "num_hidden_layers", number + 1)
+    return words[0] == "draft_model" or "mtp" in words or number >= num_layers
 
 
 def all_layers(own: Callable[[], Layers]) -> tuple[Layers, Pipeline | None]:

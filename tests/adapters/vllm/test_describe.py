@@ -108,12 +108,18 @@ NAMES = ["layer.0", "layer.1"]
 
 @pytest.mark.parametrize(
     ("parallel", "draft_layers", "expected"),
-    [({}, 0, NAMES), ({"use_ubatching": True}, 0, []), ({"enable_dbo": True}, 0, []), ({}, 1, [])],
+    [
+        ({}, 0, NAMES),
+        ({"use_ubatching": True}, 0, []),
+        ({"enable_dbo": True}, 0, []),
+        ({}, 1, NAMES[:1]),
+    ],
 )
 def test_a_layer_that_is_computed_several_times_in_a_step_is_saved_at_its_end(
     parallel, draft_layers, expected
 ):
-    layout = SimpleNamespace(identity=SimpleNamespace(draft_layers=draft_layers))
+    specs = [SimpleNamespace(optional=n >= 2 - draft_layers) for n in range(2)]
+    layout = SimpleNamespace(identity=SimpleNamespace(layers=specs), held_layers=(0, 1))
     assert list(layers_by_step(vllm_config(**parallel), layout, NAMES)) == expected
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,9 @@ def test_a_prompt_that_is_loaded_in_part_is_answered_as_transformers_does(
 LENGTHS = (2, 63, 64, 65, 300, 900)
 
 
+ROLES = {"p": "prefill", "plain": "both"}
+
+
 @pytest.fixture
 def start(launcher, checkpoints, tmp_path):
     """Starts instances with a draft model, or without: `start(p=draft, d=None)`."""
@@ -223,7 +227,7 @@ def start(launcher, checkpoints, tmp_path):
         for name, draft in drafts.items():
             spec = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
             options = [f"--speculative-config={json.dumps(spec)}"] if draft else []
-            env = switched_on(f"file://{tmp_path / 'pool'}", {"p": "prefill"}.get(name, "decode"))
+            env = switched_on(f"file://{tmp_path / 'pool'}", ROLES.get(name, "decode"))
             servers.append(launcher.vllm(name, checkpoints("llama"), *options, env=env))
         ready = [server.wait_ready() for server in servers]
         at_once([partial(alone, server, new_prompt(40)) for server in ready])  # kernels compile
@@ -240,26 +244,22 @@ def misses_named(server):
 
 
 @pytest.mark.nightly
-def test_eagle_s_kv_is_handed_over_and_a_d_without_it_misses(start, tmp_path):
+def test_instances_with_a_draft_or_another_or_none_share_all_but_the_drafts_kv(start, tmp_path):
     draft, other = (make_draft(tmp_path / name / "draft", seed) for seed, name in enumerate("ab"))
     p, d, plain, other_d = start(p=draft, d=draft, plain=None, other=other)
-    for num_tokens in LENGTHS:
+    pairs = [(p, d), (p, plain), (plain, d), (p, other_d)]
+    for num_tokens, (one, two) in product(LENGTHS, pairs):
         prompt = new_prompt(num_tokens)
-        since = Since(d)
-        answer = ask(d, prompt, 20, kv_transfer_params=prefill(p, prompt))
+        since = Since(two)
+        answer = ask(two, prompt, 20, kv_transfer_params=prefill(one, prompt))
         assert since.loaded == num_tokens
         assert since.computed <= 1
-        assert since["vllm:spec_decode_num_drafts_total"] > 0
-        answer.assert_same(alone(d, prompt, 20))
+        assert since["pdstore_tokens_total:lost"] == 0
+        is_cold = one is plain or two is other_d
+        assert since["pdstore_tokens_total:cold"] == (num_tokens if is_cold else 0)
+        assert (since["vllm:spec_decode_num_drafts_total"] > 0) == (two is not plain)
+        answer.assert_same(alone(two, prompt, 20))
         assert answer.ids == alone(plain, prompt, 20).ids
-    for server, field in ((plain, "draft_layers"), (other_d, "weights")):
-        prompt = new_prompt(300)
-        params = prefill(p, prompt)
-        since = Since(server)
-        ask(server, prompt, kv_transfer_params=params).assert_same(alone(server, prompt))
-        assert since.loaded == 0
-        assert since["pdstore_misses_total:namespace"] == 1
-        [line] = misses_named(server)
-        assert field in line
-    for server in (p, d):
+    for server in (p, d, plain, other_d):
+        assert not misses_named(server)
         assert_idle(server)

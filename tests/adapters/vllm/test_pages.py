@@ -316,7 +316,7 @@ def test_what_is_common_to_all_layers_is_taken_from_one_of_tokens(caches, latent
     assert layout.geometry.tables == (TOKENS,)
     assert [spec.is_page for spec in layout.identity.layers] == [True, False] * 2
     assert all(spec.is_whole for spec in layout.identity.layers), "on each rank"
-    assert layout.identity.draft_layers == 0, "an indexer is a part of its layer"
+    assert not layout.identity.drafts, "an indexer is a part of its layer"
 
 
 def test_a_page_counts_as_computed_when_its_layers_attention_is_reported(caches):

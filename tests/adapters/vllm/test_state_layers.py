@@ -104,7 +104,7 @@ def test_layers_stand_in_the_models_order_beside_their_states(describe):
     assert [spec.table for spec in layout.identity.layers] == [0, 1, 2, 3] * 2
     assert layout.geometry.tables == (None, None, None, 16)
     assert layout.block_tokens == 128, "vLLM keeps states at the ends of its own blocks"
-    assert layout.identity.draft_layers == 0, "a layer may have two caches"
+    assert not layout.identity.drafts, "a layer may have two caches"
     assert layout.identity.dtype == "bfloat16"
     state = views[NAMES[0]]
     assert (state.dtype, tuple(state.shape)) == (torch.uint8, (4, 1, 1, NUM_BYTES))
