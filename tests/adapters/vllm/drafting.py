@@ -4,7 +4,9 @@
         p, d = instances.start("p", "prefill"), instances.start("d", "decode")
         plain = instances.start("plain", "decode", drafts=())
         instances.wait_ready()
-        relayed, by_itself = answers(p, d)
+        behind_p, one = relayed(p, d, prompts), by_itself(d, prompts)
+        assert behind_p.ids == one.ids
+        assert abs(behind_p.rate - one.rate) <= 0.02
 
 `drafts` are the options that make an instance draft; `other_eagle` gives those of another draft
 model for the same target. `COLD` makes a D load everything but its draft model's KV.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,53 +102,60 @@ def drafting(launcher: Launcher, model: Model, store: str) -> Iterator[Instances
         at_once([server.stop for server in made.servers])
 
 
-class Acceptance:
-    """Counts the tokens that an instance drafts, and how many of them its target accepts."""
-
-    def __init__(self, server: Server) -> None:
-        self._since = Since(server)
-
-    @property
-    def drafted(self) -> int:
-        return int(self._since["vllm:spec_decode_num_draft_tokens_total"])
-
-    @property
-    def rate(self) -> float:
-        """The accepted share of the drafted tokens; there must be some."""
-        counts = self._since.all()
-        accepted = counts.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
-        return accepted / counts["vllm:spec_decode_num_draft_tokens_total"]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Answers:
-    """What an instance has answered to some prompts."""
+    """What an instance has answered to some prompts, and what it has counted meanwhile.
 
-    answers: list[Answer]
-    rate: float | None  # of its drafts; None if it drafts nothing
-    computed: float  # of the prompts' tokens
-    loaded: float
+    computed, loaded: tokens of the prompts. drafted, accepted: tokens of drafts.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    computed: float = 0.0
+    loaded: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
 
     @property
     def ids(self) -> list[list[int]]:
         return [answer.ids for answer in self.answers]
 
+    @property
+    def rate(self) -> float:
+        """The accepted share of the drafted tokens; there must be some."""
+        return self.accepted / self.drafted
 
-def _counted(server: Server, answers: Iterator[Answer]) -> Answers:
-    since, acceptance = Since(server), Acceptance(server)
-    given = list(answers)
-    rate = acceptance.rate if acceptance.drafted else None
-    return Answers(given, rate, since.computed, since.loaded)
+    def add(self, server: Server, ask_it: Callable[[], Answer]) -> None:
+        """Asks, and adds what the server has counted.
+
+        A step that computes one token of a prompt gets as many placeholders as an instance drafts
+        tokens, so that all of vLLM's steps are of one size. vLLM counts them as drafted; they are
+        never accepted, and are left out here.
+        """
+        since = Since(server)
+        self.answers.append(ask_it())
+        counts = since.all()
+        computed = counts.get("vllm:prompt_tokens_by_source_total:local_compute", 0.0)
+        self.computed += computed
+        self.loaded += counts.get("pdstore_tokens_total:loaded", 0.0)
+        self.accepted += counts.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
+        num_tokens = counts.get("vllm:spec_decode_num_draft_tokens_total", 0.0)
+        if num_tokens and computed <= 1:
+            num_tokens -= num_tokens / counts["vllm:spec_decode_num_drafts_total"]
+        self.drafted += num_tokens
 
 
 def relayed(p: Server, d: Server, prompts: Sequence[Sequence[int]]) -> Answers:
     """Returns what D answers behind P, prompt by prompt."""
-    handed = [(prompt, prefill(p, prompt)) for prompt in prompts]
-    return _counted(
-        d, (ask(d, prompt, NUM_NEW, kv_transfer_params=params) for prompt, params in handed)
-    )
+    given = Answers()
+    for prompt in prompts:
+        params = prefill(p, prompt)
+        given.add(d, partial(ask, d, prompt, NUM_NEW, kv_transfer_params=params))
+    return given
 
 
 def by_itself(server: Server, prompts: Sequence[Sequence[int]]) -> Answers:
     """Returns what one instance answers alone."""
-    return _counted(server, (alone(server, prompt, NUM_NEW) for prompt in prompts))
+    given = Answers()
+    for prompt in prompts:
+        given.add(server, partial(alone, server, prompt, NUM_NEW))
+    return given

@@ -17,7 +17,7 @@ from tests.adapters.vllm.drafting import (
 
 ENOUGH = 0.3  # of the drafts of one instance are accepted
 MAX_DIFFERENCE = 0.02
-FALLS_BY = 0.25  # at least, if D's drafts start without KV of the prompt
+COLD_RATE = 0.1  # at most, if D's draft model has no KV of the prompt
 
 
 def assert_drafts_are_handed_over(instances):
@@ -33,13 +33,13 @@ def assert_drafts_are_handed_over(instances):
     for answer, expected in zip(behind_p.answers, one.answers, strict=True):
         answer.assert_same(expected)
     assert one.rate > ENOUGH
+    print(f"accepted of one instance {one.rate:.3f}, behind P {behind_p.rate:.3f}")
     assert abs(behind_p.rate - one.rate) <= MAX_DIFFERENCE
-    print(f"accepted: one {one.rate}, behind P {behind_p.rate}; {one.computed} {one.loaded}")
     control = relayed(p, cold, prompts)
     assert control.loaded == sum(LENGTHS)
     assert control.ids == one.ids, "drafts decide when tokens come, and not which"
-    assert control.rate < one.rate - FALLS_BY
-    print(f"accepted: one {one.rate:.3f}, behind P {behind_p.rate:.3f}, cold {control.rate:.3f}")
+    print(f"without the draft model's KV {control.rate:.3f}")
+    assert control.rate <= COLD_RATE
     assert_idle(p)
     assert_idle(d)
 
