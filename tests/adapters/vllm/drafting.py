@@ -27,6 +27,7 @@ from tests.adapters.vllm.servers import Launcher, Server
 from tests.support.vllm_draft import make_eagle, make_mtp, make_target
 
 COLD = "--worker-cls=tests.support.vllm_cold_drafts.ColdDraftsWorker"
+FIRST_S = 240.0  # for a first answer, while kernels compile on a busy machine
 NUM_NEW = 24  # tokens of an answer: most of what they attend to is still the prompt
 LENGTHS = (63, 64, 65, 150, 200, 255, 256, 257, 300, 900)  # around the ends of blocks and of chunks
 
@@ -61,8 +62,9 @@ def other_eagle(
 def mtp(directory: Path) -> Model:
     """Makes a DeepSeek-V3 with a layer that predicts one token more (MTP)."""
     mla = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=CPU_MLA")
+    whole = "--max-num-batched-tokens=2048"  # vLLM never begins with a prompt of more than this
     drafts = _speculative(method="mtp", num_speculative_tokens=1)
-    return Model(make_mtp(directory / "mtp"), drafts, mla)
+    return Model(make_mtp(directory / "mtp"), drafts, (*mla, whole))
 
 
 @dataclass
@@ -89,7 +91,8 @@ class Instances:
     def wait_ready(self) -> None:
         """Waits until all have answered once: some kernels compile at a first prompt."""
         at_once([server.wait_ready for server in self.servers])
-        at_once([partial(alone, server, new_prompt(40)) for server in self.servers])
+        first = partial(alone, timeout_s=FIRST_S)
+        at_once([partial(first, server, new_prompt(40)) for server in self.servers])
 
 
 @contextlib.contextmanager
