@@ -62,7 +62,7 @@ def other_eagle(
 def mtp(directory: Path) -> Model:
     """Makes a DeepSeek-V3 with a layer that predicts one token more (MTP)."""
     mla = ("--block-size=16", "--num-gpu-blocks-override=512", "--attention-backend=CPU_MLA")
-    whole = "--max-num-batched-tokens=2048"  # vLLM never begins with a prompt of more than this
+    whole = "--max-num-batched-tokens=2048"  # with MTP vLLM begins no longer prompt of MLA
     drafts = _speculative(method="mtp", num_speculative_tokens=1)
     return Model(make_mtp(directory / "mtp"), drafts, (*mla, whole))
 
@@ -109,12 +109,14 @@ def drafting(launcher: Launcher, model: Model, store: str) -> Iterator[Instances
 class Answers:
     """What an instance has answered to some prompts, and what it has counted meanwhile.
 
-    computed, loaded: tokens of the prompts. drafted, accepted: tokens of drafts.
+    computed, loaded: tokens of the prompts; cold: the loaded ones without the draft model's KV.
+    drafted, accepted: tokens of drafts.
     """
 
     answers: list[Answer] = field(default_factory=list)
     computed: float = 0.0
     loaded: float = 0.0
+    cold: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
 
@@ -140,6 +142,7 @@ class Answers:
         computed = counts.get("vllm:prompt_tokens_by_source_total:local_compute", 0.0)
         self.computed += computed
         self.loaded += counts.get("pdstore_tokens_total:loaded", 0.0)
+        self.cold += counts.get("pdstore_tokens_total:cold", 0.0)
         self.accepted += counts.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
         num_tokens = counts.get("vllm:spec_decode_num_draft_tokens_total", 0.0)
         if num_tokens and computed <= 1:

@@ -28,7 +28,7 @@ def assert_drafts_are_handed_over(instances):
     instances.wait_ready()
     prompts = [new_prompt(num_tokens) for num_tokens in LENGTHS]
     one, behind_p = by_itself(d, prompts), relayed(p, d, prompts)
-    assert behind_p.loaded == sum(LENGTHS)
+    assert (behind_p.loaded, behind_p.cold) == (sum(LENGTHS), 0)
     assert behind_p.computed <= len(prompts)
     assert behind_p.ids == one.ids
     for answer, expected in zip(behind_p.answers, one.answers, strict=True):
@@ -79,6 +79,7 @@ def test_instances_with_other_drafts_and_with_none_hand_over_to_each_other(eagle
         assert behind_p.loaded == sum(LENGTHS), pair
         assert behind_p.computed <= len(prompts), pair
         assert behind_p.ids == one.ids == by_itself(plain_d, prompts).ids, pair
+        assert behind_p.cold == (0 if taker is plain_d else sum(LENGTHS)), pair
         if taker is not plain_d:
             print(f"accepted of {taker.name} {one.rate:.3f}, {pair} {behind_p.rate:.3f}")
             assert one.rate > ENOUGH, pair
