@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
@@ -72,32 +73,47 @@ def _gemma3() -> PretrainedConfig:
     )
 
 
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "n_routed_experts": 2,  # in no layer
+    # DeepSeek's own values. With plain rotary embedding vLLM's CPU backend gives other answers
+    # than transformers does, and others again when a prompt stands twice in a batch.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": MAX_TOKENS // 2,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    **_COMMON,
+}
+"""The latent of vLLM's CPU kernel: 512 + 64."""
+
+
 def _mla() -> PretrainedConfig:
-    """Returns DeepSeek-V2 without experts, with the latent of vLLM's CPU kernel: 512 + 64."""
-    return DeepseekV2Config(
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-        head_dim=64,
+    """Returns DeepSeek-V2 without experts."""
+    return DeepseekV2Config(num_hidden_layers=2, first_k_dense_replace=2, **_MLA)
+
+
+def _mtp() -> PretrainedConfig:
+    """Returns DeepSeek-V3 without experts: one layer, and one for multi-token prediction (MTP)."""
+    return DeepseekV3Config(
+        num_hidden_layers=1,
+        num_nextn_predict_layers=1,
         first_k_dense_replace=2,
-        n_routed_experts=2,  # in no layer
-        # DeepSeek's own values. With plain rotary embedding vLLM's CPU backend gives other answers
-        # than transformers does, and others again when a prompt stands twice in a batch.
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": MAX_TOKENS // 2,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        **_COMMON,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        **_MLA,
     )
 
 
@@ -206,7 +222,11 @@ KINDS: _Kinds = {
     "lfm2": _lfm2,
 }
 """One of each family."""
-_VARIANTS: _Kinds = {"llama_one_head": partial(llama_config, num_key_value_heads=1)}
+_VARIANTS: _Kinds = {
+    "llama_one_head": partial(llama_config, num_key_value_heads=1),
+    "llama_one_layer": partial(llama_config, num_hidden_layers=1),
+    "mtp": _mtp,  # its last layer is left out: tests.support.vllm_draft adds it
+}
 
 
 def make_tiny(kind: str, directory: Path, seed: int = 0) -> Path:

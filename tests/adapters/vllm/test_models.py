@@ -1,4 +1,4 @@
-"""Models of every kind hand over: windows, MLA, TP sizes, draft models."""
+"""Models of every kind hand over: windows, MLA, TP sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from tests.adapters.vllm.asking import (
 )
 from tests.adapters.vllm.conftest import SCHEMES, pool_url, switched_on
 from tests.support.file_pool import Losses
-from tests.support.vllm_draft import make_draft
 
 WINDOW = 64
 LOSSES, MISSES = 0.1, 0.05  # the chance of a value to be lost, and of a call to miss
@@ -210,56 +208,3 @@ def test_a_prompt_that_is_loaded_in_part_is_answered_as_transformers_does(
     assert [loaded for loaded, *_ in rows] == LOADED[kind]
     assert all(is_same for _, is_same, _ in rows)
     assert max(diff for *_, diff in rows) < MAX_LOGPROB_DIFF
-
-
-LENGTHS = (2, 63, 64, 65, 300, 900)
-
-
-ROLES = {"p": "prefill", "plain": "both"}
-
-
-@pytest.fixture
-def start(launcher, checkpoints, tmp_path):
-    """Starts instances with a draft model, or without: `start(p=draft, d=None)`."""
-    servers = []
-
-    def start(**drafts):
-        for name, draft in drafts.items():
-            spec = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
-            options = [f"--speculative-config={json.dumps(spec)}"] if draft else []
-            env = switched_on(f"file://{tmp_path / 'pool'}", ROLES.get(name, "decode"))
-            servers.append(launcher.vllm(name, checkpoints("llama"), *options, env=env))
-        ready = [server.wait_ready() for server in servers]
-        at_once([partial(alone, server, new_prompt(40)) for server in ready])  # kernels compile
-        return ready
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-def misses_named(server):
-    lines = server.log.read_text().splitlines()
-    return [line for line in lines if "does not fit" in line]
-
-
-@pytest.mark.nightly
-def test_instances_with_a_draft_or_another_or_none_share_all_but_the_drafts_kv(start, tmp_path):
-    draft, other = (make_draft(tmp_path / name / "draft", seed) for seed, name in enumerate("ab"))
-    p, d, plain, other_d = start(p=draft, d=draft, plain=None, other=other)
-    pairs = [(p, d), (p, plain), (plain, d), (p, other_d)]
-    for num_tokens, (one, two) in product(LENGTHS, pairs):
-        prompt = new_prompt(num_tokens)
-        since = Since(two)
-        answer = ask(two, prompt, 20, kv_transfer_params=prefill(one, prompt))
-        assert since.loaded == num_tokens
-        assert since.computed <= 1
-        assert since["pdstore_tokens_total:lost"] == 0
-        is_cold = one is plain or two is other_d
-        assert since["pdstore_tokens_total:cold"] == (num_tokens if is_cold else 0)
-        assert (since["vllm:spec_decode_num_drafts_total"] > 0) == (two is not plain)
-        answer.assert_same(alone(two, prompt, 20))
-        assert answer.ids == alone(plain, prompt, 20).ids
-    for server in (p, d, plain, other_d):
-        assert not misses_named(server)
-        assert_idle(server)
