@@ -146,6 +146,30 @@ def test_parts_that_take_different_paths_are_copied_one_after_the_other(
 
 
 @pytest.mark.parametrize("device", native_kit.DEVICES)
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("num_pages", [256, 257])
+def test_a_slice_of_small_payloads_has_no_more_copies_than_one_batch_call_may_have(
+    library, device, direction, num_pages, closed_after
+):
+    """Nobody else can use the driver during a batch call."""
+    layers = (LayerSpec.page(1056, 16, "rows, scales"),) * 2
+    case = Case.of(layout_of(layers=layers, block_tokens=16), 257, device, **PLAIN)
+    swap = closed_after(NativeSwap(library, case.layout, case.caches))
+    assert {plan.path for plan in swap.plan(direction)} == {"STAGE"}
+    host = host_memory(case.host_bytes(num_pages), device)
+    swap.add_host(address_of(view_of(host)), len(host))
+    copies = case.copies([[id] for id in range(num_pages)], 16, view_of(host))
+    library.fail("record", 1, 719)  # of a second slice
+    ticket = swap.start(direction, copies)
+    if num_pages <= 256:
+        assert ticket.wait(30)
+        return
+    with pytest.raises(SwapError) as failure:
+        ticket.wait(30)
+    assert failure.value.slice_number == 1
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
 def test_engines_of_two_layouts_share_nothing(library, device):
     """No table or buffer is the process's: one engine's copies do not show in another's."""
     benches = [SwapBench(library, device, CopyPath.STAGE, size) for size in (1000, 300_000)]
