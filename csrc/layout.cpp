@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 #include "sums.h"
 #include "ticket.h"
@@ -158,6 +159,14 @@ pds_plan Layout::plan_of(Direction direction, int32_t number, int32_t num_tokens
                                            : "small pieces, or another order than the payload's");
 }
 
+SliceWalk::SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes,
+                     bool has_batch)
+    : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch), order_(job.items.size()) {
+  std::iota(order_.begin(), order_.end(), int64_t{0});
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](int64_t a, int64_t b) { return job.items[a].part < job.items[b].part; });
+}
+
 const pds_plan &SliceWalk::plan_of(const Item &item) {
   if (item.part != planned_part_ || item.num_tokens != planned_tokens_) {
     plan_ = layout_.plan_of(job_.direction, item.part, item.num_tokens, has_batch_);
@@ -170,9 +179,9 @@ bool SliceWalk::next(Slice *slice) {
   slice->segments.clear();
   slice->bytes = 0;
   int64_t pieces = 0;
-  const int64_t num_items = job_.items.size();
-  while (item_ < num_items) {
-    const Item &item = job_.items[item_];
+  while (at_ < order_.size() && slice->segments.size() < kMaxPieces) {
+    const int64_t number = order_[at_];
+    const Item &item = job_.items[number];
     const pds_plan &plan = plan_of(item);
     const Part &part = layout_.parts[item.part];
     if (!slice->segments.empty() && plan.path != slice->path) break;
@@ -193,10 +202,10 @@ bool SliceWalk::next(Slice *slice) {
     const bool cut = layers < part.num_layers - layer_ && plan.path != PDS_PATH_BATCH;
     if (cut && layer_ == 0 && !slice->segments.empty()) break;
     const int32_t count = static_cast<int32_t>(std::max<int64_t>(1, layers));
-    slice->segments.push_back({item_, layer_, layer_ + count});
+    slice->segments.push_back({number, layer_, layer_ + count});
     slice->bytes += plan.path == PDS_PATH_STAGE ? in_ring(count * per_layer) : count * per_layer;
     layer_ += count;
-    if (layer_ == part.num_layers) layer_ = 0, ++item_;
+    if (layer_ == part.num_layers) layer_ = 0, ++at_;
   }
   return !slice->segments.empty();
 }

@@ -12,7 +12,8 @@
 //
 // Decision: a slice is what one lane has in flight, so its size limits how long another small copy
 // waits. It holds whole items if they fit, else a range of one item's layers. All of a slice takes
-// one path.
+// one path. A job's items are walked part by part: in the order of a prompt's blocks, a part with
+// small pieces between two with large ones would make each item a slice, for which a lane waits.
 #pragma once
 #include <utility>
 #include <vector>
@@ -110,8 +111,7 @@ struct PumpOptions {
 
 class SliceWalk {
  public:
-  SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch)
-      : layout_(layout), job_(job), sizes_(sizes), has_batch_(has_batch) {}
+  SliceWalk(const Layout &layout, const JobItems &job, const PumpOptions &sizes, bool has_batch);
 
   // The next slice, into `slice`; false at the end.
   bool next(Slice *slice);
@@ -123,7 +123,8 @@ class SliceWalk {
   const JobItems &job_;
   const PumpOptions &sizes_;
   const bool has_batch_;
-  int64_t item_ = 0;
+  std::vector<int64_t> order_;  // of the job's items
+  size_t at_ = 0;               // in order_
   int32_t layer_ = 0;
   int32_t planned_part_ = -1, planned_tokens_ = -1;  // what plan_ is for
   pds_plan plan_{};

@@ -120,6 +120,56 @@ def test_a_larger_copy_takes_no_more_device_memory(library, device, path):
     "R-AR-3, R5, R24, C9", "nothing mutable is shared between jobs, threads or devices"
 )
 @pytest.mark.parametrize("device", native_kit.DEVICES)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_parts_that_take_different_paths_are_copied_one_after_the_other(
+    library, device, direction, closed_after
+):
+    """An indexer's pages between MLA's blocks: all pages are a slice, and all blocks another."""
+    layers = (LayerSpec.latent(576),) * 2 + (LayerSpec.page(8448, 64, "rows, scales"),) * 2
+    layout = layout_of(layers=layers, block_tokens=64, engine_block_tokens=64)
+    p, d = (Case.of(layout, 20, device, **PLAIN, seed=seed) for seed in (1, 2))
+    swap, of_d = (closed_after(NativeSwap(library, layout, each.caches)) for each in (p, d))
+    paths = {plan.part: plan.path for plan in reversed(swap.plan(direction))}  # of whole blocks
+    assert sorted(paths.values()) == ["BATCH", "STAGE"]
+    host = host_memory(p.host_bytes(16), device)
+    for each in (swap, of_d):
+        each.add_host(address_of(view_of(host)), len(host))
+    copies = p.copies([[id] for id in range(16)], 64, view_of(host))
+    calls = {Direction.SAVE: swap.gather, Direction.LOAD: of_d.scatter}
+    for each, call in calls.items():
+        library.fail("record", 2 if each is direction else -1, 719)  # once for each slice
+        call(copies)
+    for caches in zip(p.caches, d.caches, strict=True):
+        ours, theirs = (cache.flatten(1).view(torch.uint8) for cache in caches)
+        assert torch.equal(ours[:16], theirs[:16])
+        assert not torch.equal(ours[16:], theirs[16:])
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("num_pages", [256, 257])
+def test_a_slice_of_small_payloads_has_no_more_copies_than_one_batch_call_may_have(
+    library, device, direction, num_pages, closed_after
+):
+    """Nobody else can use the driver during a batch call."""
+    layers = (LayerSpec.page(1056, 16, "rows, scales"),) * 2
+    case = Case.of(layout_of(layers=layers, block_tokens=16), 257, device, **PLAIN)
+    swap = closed_after(NativeSwap(library, case.layout, case.caches))
+    assert {plan.path for plan in swap.plan(direction)} == {"STAGE"}
+    host = host_memory(case.host_bytes(num_pages), device)
+    swap.add_host(address_of(view_of(host)), len(host))
+    copies = case.copies([[id] for id in range(num_pages)], 16, view_of(host))
+    library.fail("record", 1, 719)  # of a second slice
+    ticket = swap.start(direction, copies)
+    if num_pages <= 256:
+        assert ticket.wait(30)
+        return
+    with pytest.raises(SwapError) as failure:
+        ticket.wait(30)
+    assert failure.value.slice_number == 1
+
+
+@pytest.mark.parametrize("device", native_kit.DEVICES)
 def test_engines_of_two_layouts_share_nothing(library, device):
     """No table or buffer is the process's: one engine's copies do not show in another's."""
     benches = [SwapBench(library, device, CopyPath.STAGE, size) for size in (1000, 300_000)]
