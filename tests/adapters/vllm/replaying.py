@@ -19,7 +19,9 @@ OPTIONS = (
     f"--scheduler-cls={_MODULE}.ReplayScheduler",
 )
 CACHED = ("--enable-prefix-caching",)
-FAMILIES = {"qwen3_next": CACHED, "lfm2": CACHED, "granite": (), "nemotron_h": ()}
+# Else vLLM chooses by the CPU, and the states' size decides how long its blocks are.
+DELTA_NET = (*CACHED, "--mamba-ssm-cache-dtype=float32")
+FAMILIES = {"qwen3_next": DELTA_NET, "lfm2": CACHED, "granite": (), "nemotron_h": ()}
 """Each kind of model with states, with its options: vLLM caches no prefix of Mamba2 on a CPU."""
 STATELESS = "--worker-cls=tests.support.vllm_stateless.StatelessWorker"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.adapters.vllm.asking import Since, ask, assert_idle, new_prompt
-from tests.adapters.vllm.replaying import CACHED, instances
+from tests.adapters.vllm.replaying import DELTA_NET, instances
 
 pytestmark = pytest.mark.nightly
 
@@ -17,7 +17,7 @@ EVERY_BLOCK = "--prefix-cache-retention-interval=128"
 def instances_ab(launcher, checkpoints, tmp_path_factory):
     """Two instances over one pool."""
     directory = tmp_path_factory.mktemp("decoded")
-    options = (*CACHED, EVERY_BLOCK)
+    options = (*DELTA_NET, EVERY_BLOCK)
     with instances(launcher, checkpoints("qwen3_next"), directory, *options) as made:
         started = [made.start(name, f"file://{directory}/pool", "both") for name in "ab"]
         made.wait_ready()

@@ -13,7 +13,7 @@ from tests.adapters.vllm.asking import (
     new_prompt,
     prefill,
 )
-from tests.adapters.vllm.replaying import CACHED, FAMILIES, instances
+from tests.adapters.vllm.replaying import DELTA_NET, FAMILIES, instances
 from tests.support.file_pool import Losses
 
 BLOCK = 128
@@ -24,7 +24,7 @@ SHARED = 3 * BLOCK + 116  # where two prompts part: inside a block, and inside a
 def qwen3_next(launcher, checkpoints, tmp_path_factory):
     """Starts instances of Qwen3-Next."""
     directory = tmp_path_factory.mktemp("reuse")
-    with instances(launcher, checkpoints("qwen3_next"), directory, *CACHED) as made:
+    with instances(launcher, checkpoints("qwen3_next"), directory, *DELTA_NET) as made:
         yield made
 
 
