@@ -19,7 +19,14 @@ from tests.adapters.vllm.asking import (
     prefill,
 )
 from tests.adapters.vllm.conftest import SCHEMES, pool_url
-from tests.adapters.vllm.replaying import CACHED, FAMILIES, STATELESS, Instances, instances
+from tests.adapters.vllm.replaying import (
+    CACHED,
+    DELTA_NET,
+    FAMILIES,
+    STATELESS,
+    Instances,
+    instances,
+)
 from tests.adapters.vllm.servers import Server
 
 NUM_LETTERS = 94  # the tokens below are ASCII: each has a text of its own
@@ -56,7 +63,7 @@ def serving(launcher, model, directory, store, *options):
 def qwen3_next(launcher, checkpoints, tmp_path_factory):
     directory = tmp_path_factory.mktemp("qwen3_next")
     store = f"file://{directory / 'pool'}"
-    with serving(launcher, checkpoints("qwen3_next"), directory, store, *CACHED) as trio:
+    with serving(launcher, checkpoints("qwen3_next"), directory, store, *DELTA_NET) as trio:
         yield trio
 
 
