@@ -221,7 +221,6 @@ def test_a_salt_is_refused_where_a_tail_carries_its_whole_page(layers, page, has
         Layout.of(salted, **given, layers=layers, page=page)
 
 
-@pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
 @pytest.mark.parametrize("speculation", [0, 2])
 def test_a_salt_is_refused_where_a_state_has_rows_for_drafts(speculation):
     """Before a draft fills them, they have what an earlier request has left."""
@@ -237,6 +236,7 @@ def test_a_salt_is_refused_where_a_state_has_rows_for_drafts(speculation):
         Layout.of(salted, **given, speculation=speculation)
 
 
+@pytest.mark.requirement("C3", "tails expire early, and have the bytes of their tokens only")
 def test_payload_bytes_are_layers_tokens_heads_channels():
     assert layout().payload_bytes(Part(0, 0), 64) == 2 * 64 * 8 * 256 * 2
     assert layout().payload_bytes(Part(1, 0), 5) == 1 * 5 * 4 * 128 * 2
