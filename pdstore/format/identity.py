@@ -357,8 +357,9 @@ class Identity:
 
         The namespace, which keys have as well, names the model behind the draft.
         """
-        specs = [self.layers[number] for number in self.groups[group]]
-        rows = [[*_row_of(of), of.window, of.form, of.scales] for of in specs]
+        num_needed = len(self.needed_layers)
+        specs = [(number - num_needed, self.layers[number]) for number in self.groups[group]]
+        rows = [[n, *_row_of(of), of.window, of.form, of.scales] for n, of in specs]
         what = [self.draft, self.dtype, self.page, self.shards_of(group), rows]
         return sha256(canonical(what).encode()).hexdigest()[:DRAFT_DIGITS]
 

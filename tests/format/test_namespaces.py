@@ -203,6 +203,17 @@ def test_what_a_draft_is_names_its_groups_alone(change):
     assert one["hex"] == other["hex"]
 
 
+def test_drafts_that_engines_deal_out_otherwise_to_block_tables_have_other_keys():
+    """The second group is the third of three equal layers here, and the second one there."""
+    one, other = (
+        pinned_of({"layers": [FULL, *(replace(DRAFT, table=n) for n in tables)]}, {})
+        for tables in ([0, 0, 1], [0, 1, 2])
+    )
+    assert one["hex"] == other["hex"]
+    assert one["drafts"].keys() == {"1", "2"}
+    assert not one["drafts"].items() & other["drafts"].items()
+
+
 def test_no_two_pinned_namespaces_are_one():
     assert CASES.keys() == PINNED.keys()
     assert len({each["hex"] for each in PINNED.values()}) == len(PINNED)
