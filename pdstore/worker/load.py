@@ -170,6 +170,7 @@ class LoadWork(Work[_LoadRange]):
 
     def _draft_values(self, turn: WorkerTurn, values: Values) -> Values:
         """Returns those of a draft's values that are stored, up to the first block with a gap."""
+        turn.finish_copy()  # else a call that hangs would keep the model's tokens from counting
         return values[: values.num_whole(self.mover.num_matched(turn, values.keys))]
 
     def _remove_wrong(self, turn: WorkerTurn, released: Sequence[_LoadRange]) -> None:

@@ -134,8 +134,15 @@ class SaveWork(Work[_SaveRange]):
 
     @property
     def _first_draft(self) -> int:
-        """The first block of which all rows in a draft's cache are this request's."""
-        return -(-self.plan.drafts_from // self.prompt.layout.block_tokens)
+        """The first block of which all rows in a draft's cache are this request's.
+
+        A draft with several layers computes them from the rows of all tokens before, so that it has
+        such blocks only if all are.
+        """
+        identity, start = self.prompt.layout.identity, self.plan.drafts_from
+        if start and len(identity.layers) - len(identity.needed_layers) > 1:
+            return len(self.prompt.keys)
+        return -(-start // identity.block_tokens)
 
     def _save_drafts(self, turn: WorkerTurn, move: Move) -> None:
         """Saves drafts as far as the store takes them; D can do without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from pdstore import EngineRequest, JobResult, LayerSpec, SavePlan
 from pdstore.engine.job_end import JobEnd
 from pdstore.engine.self_test import self_test
-from pdstore.errors import LayoutError, StoreError, StoreFull
+from pdstore.errors import LayoutError, Reason, StoreError, StoreFull
 from pdstore.format.block import HEADER_BYTES
 from pdstore.format.handoff import HandoffId, new_id
 from pdstore.format.keys import Part
@@ -278,3 +279,35 @@ def test_the_self_test_covers_drafts(half):
     one = half()
     tried = self_test(one.settings, one.layout, one.caches, store=one.store)
     assert tried.num_bytes == BLOCK * 4 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("store", URLS[:1], indirect=True)
+@pytest.mark.parametrize("call", ["match", "get"])
+def test_a_store_that_hangs_for_a_draft_ends_the_load_at_its_deadline(
+    half, store, monkeypatch, call
+):
+    """The model's last copy is not left under way, which would put off the end of the job."""
+    p, d = half(), half(POISON, deadline_s=0.5)
+    save(p)
+    found = d.cache.match(d.cache.keys(TOKENS))
+    returns, really = Event(), getattr(store, call)
+
+    def hangs(keys, *more):
+        if any(":1." in key for key in keys):
+            returns.wait(60)
+        return really(keys, *more)
+
+    monkeypatch.setattr(store, call, hangs)
+    try:
+        result = d.pool.load(found.keys, THERE).wait(30)
+    finally:
+        returns.set()
+    assert (result.num_tokens, result.reason) == (NUM_TOKENS, Reason.DEADLINE)
+
+
+@pytest.mark.parametrize("start", [0, BLOCK])
+def test_a_draft_of_several_layers_is_saved_whole_or_not_at_all(half, store, start):
+    """Its second layer's rows depend on all earlier rows of the first one."""
+    p = half(layers=(*DRAFTING, DRAFT))
+    assert save(p, handoff=handoff_of(p), drafts_from=start) == JobResult(230)
+    assert stored(store, draft_keys(p)) == [start == 0] * 4
