@@ -134,11 +134,8 @@ class SaveWork(Work[_SaveRange]):
 
     @property
     def _first_draft(self) -> int:
-        """The first block of which all rows in a draft's cache are this request's.
-
-        A draft with several layers computes them from the rows of all tokens before, so that it has
-        such blocks only if all are.
-        """
+        """The first block with only this request's rows in a draft's cache."""
+        # a second layer's rows depend on all earlier rows: then all are needed, or none is saved
         identity, start = self.prompt.layout.identity, self.plan.drafts_from
         if start and len(identity.layers) - len(identity.needed_layers) > 1:
             return len(self.prompt.keys)
