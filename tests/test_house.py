@@ -34,6 +34,7 @@ OF_LIBRARIES = {
     *("_registry", "_is_pdstores"),  # vLLM's table of connectors; our mark on vLLM's function
     "_all_token_ids",  # vLLM's request has no method that drops a token, and a state needs that
     "_truncate_mamba_request_for_prefill",  # vLLM's own drop of that token, beside pdstore's
+    "_input_fits_in_drafter",  # vLLM's runner, which says nowhere else when it runs a draft model
     *("_sleep", "_version"),  # torch's
     *("_page_backup", "_page_transfer", "_storage_hit_query"),  # SGLang's, which its threads call
     "_sync_prefetch_hit_query",

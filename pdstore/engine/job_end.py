@@ -84,9 +84,9 @@ def longest_s(ends: Sequence[JobEnd]) -> float:
 class DraftRows:
     """Tells from which token on all rows in a draft's cache are a request's own.
 
-    An engine with a draft model computes the draft's rows with the model's. But a load may have
-    brought the model's KV without the draft's, and an engine's own prefix cache does not tell what
-    earlier requests have left in the draft's.
+    An engine with a draft model computes the draft's rows with the model's, except in steps that
+    do not run the draft model. A load, too, may have brought the model's KV without the draft's,
+    and an engine's own prefix cache does not tell what earlier requests have left in the draft's.
 
     first_own: rows from this token on were loaded for the request, or computed in it. What the
       engine has of earlier requests lies before it. None before anything is known.
@@ -107,9 +107,15 @@ class DraftRows:
         self.first_own = num_loaded if self.num_cold else plan.first_token
         return self.num_cold
 
-    def computed(self, start: int) -> None:
-        """Notes that the engine computes all tokens from this one on."""
-        self.first_own = start if self.first_own is None else min(self.first_own, start)
+    def begin_step(self, start: int, stop: int, *, runs_draft: bool) -> None:
+        """Notes that the engine computes tokens from `start` on, up to index `stop` - 1.
+
+        runs_draft: False if it does not compute the draft's rows of them.
+        """
+        if not runs_draft:
+            self.first_own = max(self.first_own or 0, stop)
+        else:
+            self.first_own = start if self.first_own is None else min(self.first_own, start)
 
 
 def loss_of(

@@ -259,10 +259,10 @@ class EngineRequest:
         must_load = self.given is not None and self.settings.on_miss == "fail"
         return self.reason if must_load else None
 
-    def begin_step(self, start: int, stop: int) -> None:
-        """Counts the tokens that a step computes. stop: the last of their indices, plus 1."""
+    def begin_step(self, start: int, stop: int, *, runs_draft: bool = True) -> None:
+        """Counts what a step computes, up to index `stop` - 1, with a draft's rows or without."""
         self._check("begin_step")
-        self.drafts.computed(start)
+        self.drafts.begin_step(start, stop, runs_draft=runs_draft)
         self._serve()
         self._is_past = stop >= (end := self.keys.num_tokens)
         if self._phase in PROMPT_GIVEN:

@@ -311,3 +311,16 @@ def test_a_draft_of_several_layers_is_saved_whole_or_not_at_all(half, store, sta
     p = half(layers=(*DRAFTING, DRAFT))
     assert save(p, handoff=handoff_of(p), drafts_from=start) == JobResult(230)
     assert stored(store, draft_keys(p)) == [start == 0] * 4
+
+
+def test_rows_of_a_step_that_runs_no_draft_model_are_not_saved_as_drafts(half):
+    """What begins before such a step's end is left out; earlier saves had the blocks before it."""
+    d = half(role="both")
+    request = request_of(d, TOKENS)
+    assert request.poll(10)
+    assert request.find(0, NUM_TOKENS) == 0
+    plans = []
+    for start, stop, runs_draft in ((0, 100, True), (100, 150, False), (150, 230, True)):
+        request.begin_step(start, stop, runs_draft=runs_draft)
+        plans.append(request.plan_save(start, stop))
+    assert [plan.drafts_from for plan in plans if plan] == [0, 150, 150]

@@ -90,6 +90,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 ),
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 longest_prompt=vllm_config.model_config.max_model_len,
+                longest_drafted=describe.longest_drafted(vllm_config),
             )
         else:
             self._worker = PDStoreConnectorWorker(

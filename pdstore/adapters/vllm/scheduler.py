@@ -31,7 +31,7 @@ from pdstore.adapters.vllm.messages import (
 )
 from pdstore.adapters.vllm.saves import Saves
 from pdstore.adapters.vllm.stats import WorkerMetrics
-from pdstore.adapters.vllm.tables import BlockIds, Tables
+from pdstore.adapters.vllm.tables import BlockIds, Tables, longest_of
 from pdstore.adapters.vllm.weights import KnownWeights
 from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
@@ -60,6 +60,7 @@ class PDStoreConnectorScheduler:
     number: this instance's number among the data-parallel instances that start together.
     contents: makes digests of requests' images, sounds, videos and LoRA adapters.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
+    longest_drafted: a step with a longer sequence does not run the draft model; None: all do.
     step_timeout_s: how long a step waits, in all, for answers to its new lookups. A store on this
       host answers in about a millisecond if the prompt is long. A request whose lookup has no
       answer in time waits for the next step, and steps may be long.
@@ -76,6 +77,7 @@ class PDStoreConnectorScheduler:
     contents: Contents = field(default_factory=Contents)
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
+    longest_drafted: int | None = None
     step_timeout_s: float = 0.003
 
     def __post_init__(self) -> None:
@@ -239,11 +241,14 @@ class PDStoreConnectorScheduler:
             if request.num_output_tokens:
                 with self._bypassing_if_illegal():
                     state.end_prompt()
+        runs_draft = self.longest_drafted is None or longest_of(output) <= self.longest_drafted
         for request, state, num_tokens in scheduled:
             start = request.num_computed_tokens
             with self._bypassing_if_illegal():
-                state.begin_step(start, start + num_tokens)
+                state.begin_step(start, start + num_tokens, runs_draft=runs_draft)
                 metadata.saves += self.saves.plan(state, request, num_tokens)
+        if not runs_draft:
+            self._skip_drafts(output, but={state.id for _, state, _ in scheduled})
         self._unsettled -= {state.id for _, state, _ in scheduled if state.is_settled}
         self._hold_answer_states()
 
@@ -361,6 +366,15 @@ class PDStoreConnectorScheduler:
         junction = state.junction - state.junction % self.saves.states.entry_tokens
         if self.saves.states.keeps_ends and junction > request.shared_prefix_boundary:
             request.shared_prefix_boundary = junction
+
+    def _skip_drafts(self, output: Any, but: set[str]) -> None:
+        """Notes that a step computes no draft's rows, in requests whose answers are saved later."""
+        for request_id in output.num_scheduled_tokens.keys() - but:
+            if (known := self._requests.get(request_id)) is not None:
+                request, state = known
+                start = request.num_computed_tokens
+                stop = start + output.num_scheduled_tokens[request_id]
+                state.drafts.begin_step(start, stop, runs_draft=False)
 
     def _hold_answer_states(self) -> None:
         """Holds states in answers, of which vLLM says when they are computed and not at the end."""

@@ -157,6 +157,14 @@ class StateTables:
         return blocks.keys() == self.numbers and _NULL_BLOCK not in blocks.values()
 
 
+def longest_of(output: Any) -> int:
+    """Returns the tokens of the longest sequence after a step, from the step's SchedulerOutput."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return max(computed[id] + tokens for id, tokens in output.num_scheduled_tokens.items())
+
+
 @dataclass(eq=False)
 class StepTables:
     """The block tables of a step's requests, and the states in them that vLLM keeps.

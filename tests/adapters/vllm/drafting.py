@@ -45,18 +45,20 @@ def _speculative(**config: str | int) -> tuple[str, ...]:
     return (f"--speculative-config={json.dumps(config)}",)
 
 
-def eagle(directory: Path, num_drafted: int = 2) -> Model:
-    """Makes a Llama and its EAGLE draft model."""
+def eagle(directory: Path, num_drafted: int = 2, **config: int) -> Model:
+    """Makes a Llama and its EAGLE draft model, whose speculative configuration has more fields."""
     target = make_target(directory / "llama")
-    return Model(target, other_eagle(target, directory / "eagle", seed=0, num_drafted=num_drafted))
+    drafts = other_eagle(target, directory / "eagle", 0, num_drafted=num_drafted, **config)
+    return Model(target, drafts)
 
 
 def other_eagle(
-    target: Path, directory: Path, seed: int = 1, num_drafted: int = 2
+    target: Path, directory: Path, seed: int = 1, *, num_drafted: int = 2, **config: int
 ) -> tuple[str, ...]:
     """Makes one more draft model of a target; returns the options of an instance that has it."""
-    draft = make_eagle(target, directory, seed)
-    return _speculative(method="eagle", model=str(draft), num_speculative_tokens=num_drafted)
+    draft = str(make_eagle(target, directory, seed))
+    config["num_speculative_tokens"] = num_drafted
+    return _speculative(method="eagle", model=draft, **config)
 
 
 def mtp(directory: Path) -> Model:

@@ -21,7 +21,10 @@ STATES = StateTables(frozenset({0, 1}), BLOCK, keeps_ends=True)
 """The block tables of a model with states, as vLLM lays them out with prefix caching."""
 ONE_STATE = StateTables(frozenset({0, 1}), 2048, keeps_ends=False)
 """The same without prefix caching: a request has one state, which each step overwrites."""
-OPTIONS = ("may_follow", "step_timeout_s", "longest_prompt", "weights_of", "num_ranks", "contents")
+OPTIONS = (
+    *("may_follow", "step_timeout_s", "longest_prompt", "longest_drafted", "weights_of"),
+    *("num_ranks", "contents"),
+)
 
 
 @pytest.fixture
@@ -59,18 +62,24 @@ def scheduler_of(url, closed_after):
     return make
 
 
-def step(scheduler, asked, num_tokens, tables=(TABLE,), named=(), preempted=()):
+def step(scheduler, asked, num_tokens, tables=(TABLE,), named=(), preempted=(), beside=0):
     """The metadata of a step that computes tokens of a request.
 
     Before it, vLLM asks what it can load of a request that has no KV.
 
     tables: the request's block tables. named: the states that vLLM says it keeps: for each the
       number of its table, its block, and its tokens. preempted: requests that lose their blocks.
+    beside: the tokens before one of a sequence that bypasses the pool, in the same step.
     """
     if not asked.num_computed_tokens:
         found(scheduler, asked)
+    scheduled = {asked.request_id: num_tokens} if num_tokens else {}
     output = SimpleNamespace(
-        num_scheduled_tokens={asked.request_id: num_tokens} if num_tokens else {},
+        num_scheduled_tokens=scheduled | ({"beside": 1} if beside else {}),
+        scheduled_new_reqs=[SimpleNamespace(req_id="beside", num_computed_tokens=beside)],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[asked.request_id], num_computed_tokens=[asked.num_computed_tokens]
+        ),
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda request_id: [*tables],
             boundary_state_offloads={asked.request_id: [*named]} if named else {},

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
 )
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from pdstore.adapters.vllm import describe
 from pdstore.adapters.vllm.contents import PLAIN
@@ -26,6 +27,7 @@ from pdstore.adapters.vllm.describe import (
     keys_of,
     layers_by_step,
     layout_of,
+    longest_drafted,
     refuse_unsupported,
     revision_of,
     settings_of,
@@ -315,3 +317,30 @@ def test_scales_behind_all_tokens_of_a_block_are_refused(described):
     mode = {"kv_quant_mode": KVQuantMode.NVFP4, "dtype": torch.uint8}
     with pytest.raises(LayoutError, match=r"layer layer\.0 of KV group 0 .*NVFP4.*docs/models\.md"):
         described(FullAttentionSpec, spec=mode)
+
+
+@pytest.mark.parametrize("longest", [100, None])
+def test_vllm_runs_no_draft_model_in_a_step_with_a_sequence_too_long_for_it(longest):
+    """As vLLM's first model runner decides; None: the draft model takes what the model takes."""
+    speculative = SimpleNamespace(
+        num_speculative_tokens=3,
+        draft_model_config=SimpleNamespace(max_model_len=longest),
+        use_dflash=lambda: True,
+    )
+    model = SimpleNamespace(max_model_len=200)
+    config = SimpleNamespace(speculative_config=speculative, model_config=model)
+    runner = SimpleNamespace(
+        speculative_config=speculative,
+        num_spec_tokens=3,
+        effective_drafter_max_model_len=longest or 200,
+    )
+
+    def runs(num_tokens):
+        step = SimpleNamespace(max_seq_len=num_tokens)
+        return GPUModelRunner._input_fits_in_drafter(runner, step)
+
+    fits = [num_tokens for num_tokens in range(1, 201) if runs(num_tokens)]
+    assert longest_drafted(config) == fits[-1]
+    config.use_v2_model_runner = True
+    assert longest_drafted(config) is None
+    assert longest_drafted(vllm_config()) is None

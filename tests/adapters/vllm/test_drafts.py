@@ -109,3 +109,17 @@ def test_a_second_round_loads_the_first_one_s_drafts(eagles):
     assert abs(second.rate - one.rate) <= MAX_DIFFERENCE
     for server in (a, b):
         assert_idle(server)
+
+
+@pytest.mark.nightly
+def test_prompts_that_are_too_long_for_the_draft_model_are_handed_over_without(launcher, tmp_path):
+    """vLLM does not run the draft model in their steps, so its cache has rows of others there."""
+    model = eagle(tmp_path, max_model_len=150)
+    with drafting(launcher, model, f"file://{tmp_path}/pool") as instances:
+        p, d = instances.start("p", "prefill"), instances.start("d", "decode")
+        instances.wait_ready()
+        for num_tokens, num_cold in ((100, 0), (140, 0), (149, 149), (200, 200)):
+            prompts = [new_prompt(num_tokens)]
+            behind_p = relayed(p, d, prompts)
+            assert (behind_p.loaded, behind_p.cold) == (num_tokens, num_cold), num_tokens
+            assert behind_p.ids == by_itself(d, prompts).ids, num_tokens

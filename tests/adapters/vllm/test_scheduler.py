@@ -144,6 +144,25 @@ def test_blocks_are_held_as_long_as_a_save_reads_them_and_not_until_it_has_ended
     assert both.is_at_work, "the save's end comes with a step"
 
 
+def test_a_step_with_a_sequence_too_long_for_the_draft_model_computes_no_draft(scheduler_of):
+    """vLLM then skips the draft model for all sequences of the step, also for those of others."""
+    both, asked = scheduler_of(longest_drafted=310), request()
+    both.add(asked)
+    drafts_from = []
+    for beside in (309, 310, 0):
+        [save] = step(both, asked, 64, beside=beside).saves
+        drafts_from.append(save.plan.drafts_from)
+    assert drafts_from == [0, 128, 128]
+    step(both, asked, 108)
+    asked.num_output_tokens, asked.num_tokens = 1, 400
+    asked.all_token_ids = list(range(1, 401))
+    step(both, asked, 10)  # up to 310 tokens: it is settled from here on
+    step(both, asked, 20)
+    both.finish_request(asked, (TABLE,))
+    [answer] = idle_step(both).saves
+    assert (answer.plan.keys.num_tokens, answer.plan.drafts_from) == (320, 330)
+
+
 @pytest.mark.parametrize(("num_tokens", "ends"), [(320, []), (321, [320])])
 def test_an_answer_is_saved_at_its_end_up_to_the_last_token_with_kv(scheduler_of, num_tokens, ends):
     both, asked = scheduler_of(), request()
