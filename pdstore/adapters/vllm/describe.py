@@ -208,13 +208,13 @@ def longest_drafted(vllm_config: Any) -> int | None:
     it for all of a step if one sequence is longer than the draft model takes, with the tokens that
     are to be drafted. Where vLLM drafts no tokens for other reasons, the draft model still runs.
     """
-    speculative = getattr(vllm_config, "speculative_config", None)
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or getattr(vllm_config, "use_v2_model_runner", False):
         return None
-    longest = draft.max_model_len or vllm_config.model_config.max_model_len
-    num_drafted = speculative.num_speculative_tokens + 1  # 1 more in DFlash
-    return int(longest) - num_drafted
+    longest: int = draft.max_model_len or vllm_config.model_config.max_model_len
+    num_drafted: int = speculative.num_speculative_tokens + 1  # 1 more in DFlash
+    return longest - num_drafted
 
 
 def revision_of(settings: Settings, vllm_config: Any) -> str:

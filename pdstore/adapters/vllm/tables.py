@@ -160,9 +160,10 @@ class StateTables:
 def longest_of(output: Any) -> int:
     """Returns the tokens of the longest sequence after a step, from the step's SchedulerOutput."""
     cached = output.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed: dict[str, int] = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    return max(computed[id] + tokens for id, tokens in output.num_scheduled_tokens.items())
+    scheduled: Mapping[str, int] = output.num_scheduled_tokens
+    return max(computed[request_id] + tokens for request_id, tokens in scheduled.items())
 
 
 @dataclass(eq=False)
