@@ -20,6 +20,7 @@ from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.transfer import RANGE_BYTES
 from pdstore.store.wrappers import WrapperStore
+from pdstore.worker.job import Job
 from pdstore.worker.swap.base import ReadyEvent, TorchSwap
 from tests.support.kv import BLOCK_BYTES, LAYERS, POISON, Instance, eventually
 
@@ -28,6 +29,7 @@ SMALL = LayerSpec.state(40, "small", table=1, is_whole=True)
 LARGE = LayerSpec.state(3_000, "large", table=2, is_whole=True)
 WINDOW = LayerSpec(2, 8, window=100, table=3)
 PAGE = LayerSpec.page(900, 16, "rows, scales")
+DRAFT = LayerSpec(2, 8, optional=True)
 APART = LayerSpec.page(1_500, 64, "rows, scales", table=1)
 LAYOUTS = {
     "no states": LAYERS,
@@ -36,6 +38,8 @@ LAYOUTS = {
     "one group of states": (*LAYERS, SMALL),
     "two groups of states": (SMALL, *LAYERS, LARGE),
     "states beside windows": (LAYERS[0], SMALL, WINDOW, LARGE, WINDOW),
+    "drafts": (*LAYERS, DRAFT),
+    "drafts beside states and windows": (LAYERS[0], SMALL, WINDOW, DRAFT, DRAFT),
 }
 seeds = pytest.mark.parametrize(
     "seeds",
@@ -69,6 +73,7 @@ class Plan(NamedTuple):
         layers = LAYOUTS[self.layers]
         return {
             "layers": layers,
+            "draft": "one" if DRAFT in layers else "",
             "engine_block_tokens": (16, 64) if APART in layers else 16,
             "layer_ranges": self.layer_ranges,
             "kv_shards": self.kv_shards,
@@ -220,7 +225,7 @@ def test_what_a_load_says_is_loaded_is_what_was_saved(seeds: range) -> None:
         if handoff is not None:
             p.pool.abort_handoff(handoff)
         result = job.wait(20)
-        assert_right(p, d, saved, tables, range(first, result.num_tokens))
+        assert_right(p, d, saved, tables, job, first)
         assert all((kv.rows[: first // kv.tokens] == POISON).all() for kv in rows_of(d).values())
         assert result.reason is not None or result.num_tokens == plan.num_tokens
         assert result.reason is not Reason.DEADLINE
@@ -244,9 +249,9 @@ def test_what_a_save_leaves_in_the_pool_is_right_and_its_handoff_whole(seeds: ra
             assert good.match(done) == len(done)
         found = d.cache.match(d.cache.keys(range(plan.num_tokens + 1)))
         places = loaded_tables(d, found.num_tokens)
-        loaded = d.pool.load(found.keys, places).wait(20)
-        assert loaded.num_tokens == found.num_tokens
-        assert_right(p, d, tables, places, range(loaded.num_tokens))
+        loaded = d.pool.load(found.keys, places)
+        assert loaded.wait(20).num_tokens == found.num_tokens
+        assert_right(p, d, tables, places, loaded)
         close(p, d)
 
 
@@ -289,21 +294,26 @@ def rows_of(one: Instance) -> dict[int, Rows]:
 
 
 def assert_right(
-    p: Instance, d: Instance, saved: BlockTables, loaded: BlockTables, counted: range
+    p: Instance, d: Instance, saved: BlockTables, loaded: BlockTables, job: Job, first: int = 0
 ) -> None:
-    """D has P's KV of the counted tokens in every layer, as far as it is needed, and P's states.
+    """D has P's KV of the loaded tokens in every layer, as far as it is needed, and P's states.
 
-    Of a page that has such a token, it has all.
+    Of a page that has such a token, it has all. Of drafts it has what the job says.
+
+    first: the token at which the load began.
     """
     got, want = rows_of(d), rows_of(p)
+    assert job.result is not None
+    end = job.result.num_tokens
     for layer, spec in enumerate(p.layout.identity.layers):
         if not spec.is_state:
-            block = d.layout.continuation.blocks(spec.table, counted.stop).start
-            first = max(counted.start, block * d.layout.block_tokens)
-            needed = (each[layer].of(first, counted.stop) for each in (got, want))
+            block = d.layout.continuation.blocks(spec.table, end).start
+            begin = max(first, block * d.layout.block_tokens)
+            stop = job.num_with_drafts if spec.optional else end
+            needed = (each[layer].of(begin, stop) for each in (got, want))
             assert torch.equal(*needed)
-        elif counted:
-            at_d, at_p = (tables[spec.table][counted.stop] for tables in (loaded, saved))
+        elif end > first:
+            at_d, at_p = (tables[spec.table][end] for tables in (loaded, saved))
             assert torch.equal(d.caches[layer][at_d], p.caches[layer][at_p])
 
 
