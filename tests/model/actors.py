@@ -72,6 +72,7 @@ class Shape:
     relayed: D has P's answer; else it waits for the marker that P has started.
     has_pages: a layer has a page of each block, which its tail carries whole.
     num_states: groups of layers whose state after the prompt P saves beside the tokens.
+    has_draft: a layer is a draft model's, which P saves and D loads where it can.
     num_beats: the most that P puts while it saves; without any D does not know who P is.
     num_steps: of D's worker behind a `get`, each a taking of the lock, before which its follower
       may act. Then what is put is seen at once, and time stands still: those are tried without it.
@@ -84,6 +85,7 @@ class Shape:
     relayed: bool = True
     has_pages: bool = False
     num_states: int = 0
+    has_draft: bool = False
     num_beats: int = 0
     num_steps: int = 0
 
@@ -213,9 +215,11 @@ class Actors:
         ]
         pages = [LayerSpec.page(5, 2, "bytes", table=1)] * shape.has_pages
         layers = [LayerSpec(2, 1)] * 2 + pages + states
+        layers += [LayerSpec(2, 1, optional=True)] * shape.has_draft
         entries = [1, *[2] * shape.has_pages, *[None] * shape.num_states]
+        shaping = {"rope": "", "draft": "one" if shape.has_draft else ""}
         one = Layout.of(
-            settings, dtype="float32", layers=layers, engine_block_tokens=entries, rope=""
+            settings, dtype="float32", layers=layers, engine_block_tokens=entries, **shaping
         )
         self.namespace = one.namespace(settings, weights="w")
         self._handoff = HandoffId("1" * 32, INSTANCE if shape.num_beats else None)
@@ -223,8 +227,9 @@ class Actors:
         self._right = torch.arange(2.0 * 3 * 2 * 2).view(2, 3, 1, 2, 2)
         self._pages = [torch.arange(3 * 5, dtype=torch.int8).view(3, 5)] * shape.has_pages
         self._states = [torch.arange(3 * n, dtype=torch.int8).view(3, n) for n in sizes]
+        self._drafts = [self._right[0].flip(0)] * shape.has_draft
         self._prefills = [self._rank_of(one, n) for n in range(shape.num_ranks)]
-        right = [*self._right, *self._pages, *self._states]
+        right = [*self._right, *self._pages, *self._states, *self._drafts]
         self._decode_rank = Rank(one, [torch.full_like(each, POISON) for each in right])
         self.done = [
             self._handoff.done(self.namespace, n) for n in range(self.namespace.num_shards)
@@ -238,8 +243,9 @@ class Actors:
         return {**ranks, "beats": self._beat, "D": self._decode}
 
     def blocks_of(self, rank: int) -> set[BlockKey]:
-        """Returns the keys of the blocks that a rank of P has to store."""
-        parts = self._prefills[rank].layout.owned_parts
+        """Returns the keys of the blocks that a rank of P has to store: no drafts."""
+        owned = self._prefills[rank].layout.owned_parts
+        parts = [part for part in owned if part in self.namespace.parts]
         states = [part for part in parts if part.group in self.namespace.states]
         tokens = [part for part in parts if part not in states]
         last = len(self.keys) - 1
@@ -248,8 +254,10 @@ class Actors:
     def _rank_of(self, layout: Layout, number: int) -> Rank:
         size = self.shape.num_ranks
         heads = 2 // size
-        mine = self._right[:, :, :, number * heads : (number + 1) * heads].clone()
-        caches = [*mine, *(each.clone() for each in [*self._pages, *self._states])]
+        mine = slice(number * heads, (number + 1) * heads)
+        caches = [each[:, :, mine].clone() for each in self._right]
+        caches += [each.clone() for each in [*self._pages, *self._states]]
+        caches += [each[:, :, mine].clone() for each in self._drafts]
         return Rank(replace(layout, tp_rank=number, tp_size=size), caches)
 
     def _prefill(self, number: int, store: Store) -> Reason | None:
@@ -266,6 +274,8 @@ class Actors:
         last = self.shape.num_ranges - 1
         for n in range(last + 1):
             pieces = Split(1).ranges(0, len(self.keys), 2)
+            if n == last and self.shape.has_draft:
+                work.release(pieces, None, layer_range=rank.layout.draft_range, is_last=False)
             work.release(pieces, None, layer_range=n if last else None, is_last=n == last)
         result = carry(job)
         assert result is not None
@@ -285,21 +295,30 @@ class Actors:
         if not self.shape.relayed:
             handoff = Handoff(HandoffId(self._handoff.hex))
         found = self._look_up(store, handoff)
-        result = JobResult(0)
+        result, num_with_drafts = JobResult(0), 0
         if found.num_tokens:
-            result = self._load(store, found)
+            result, num_with_drafts = self._load(store, found)
         result = replace(result, reason=result.reason or found.reason)
-        return Taken(result, self._is_right(result.num_tokens))
+        return Taken(result, self._is_right(result.num_tokens, num_with_drafts))
 
-    def _is_right(self, num_tokens: int) -> bool:
-        """Returns whether D has P's tokens, all of their pages, and the state after them."""
+    def _is_right(self, num_tokens: int, num_with_drafts: int) -> bool:
+        """Returns whether D has P's tokens, all of their pages, and the state after them.
+
+        And of the drafts, what the load says.
+        """
         caches = iter(self._decode_rank.caches)
         ids = BLOCK_IDS[:num_tokens]
         pairs = [(next(caches)[ids], right[ids]) for right in self._right]
         ids = BLOCK_IDS[: -(-num_tokens // 2)]
         pairs += [(next(caches)[ids], right[ids]) for right in self._pages]
+        at_d = [next(caches) for _ in self._states]
         if num_tokens:
-            pairs += [(next(caches)[0], right[num_tokens - 1]) for right in self._states]
+            pairs += [
+                (got[0], right[num_tokens - 1])
+                for got, right in zip(at_d, self._states, strict=True)
+            ]
+        ids = BLOCK_IDS[:num_with_drafts]
+        pairs += [(next(caches)[ids], right[ids]) for right in self._drafts]
         return all(torch.equal(got, right) for got, right in pairs)
 
     def _look_up(self, store: ReplayStore, handoff: Handoff) -> Match:
@@ -325,7 +344,7 @@ class Actors:
         because |= {Verdict.DEAD: Reason.HANDOFF_DEAD, Verdict.GONE: Reason.HANDOFF_GONE}
         return find(store, self.keys, because.get(verdict, Reason.HANDOFF_LATE))
 
-    def _load(self, store: ReplayStore, found: Match) -> JobResult:
+    def _load(self, store: ReplayStore, found: Match) -> tuple[JobResult, int]:
         entry = 0 if self.rules.takes_states else NO_BLOCK
         prompt = self._prompt(self._decode_rank, found.keys, {found.keys.num_tokens: entry})
         kind = LoadWork
@@ -340,7 +359,7 @@ class Actors:
             self._follow(store, job, work, found.follow)
         result = carry(job)
         assert result is not None
-        return result
+        return result, job.num_with_drafts
 
     def _follow(self, store: ReplayStore, job: Job, work: LoadWork, handoff: HandoffId) -> None:
         watch = Watch(store, self.rules)

@@ -42,6 +42,8 @@ def _quiet(caplog):
         (FOLLOWS_STATES, 0, 30_000),
         (Shape(num_tokens=3, num_states=1), 0, 20_000),
         (Shape(num_tokens=3, has_pages=True), 0, 40_000),
+        (Shape(has_draft=True), 0, 4_000),
+        (Shape(has_draft=True, follows=True), 0, 8_000),
     ],
 )
 def test_no_state_is_wrong(shape, num_faults, least):
@@ -89,6 +91,7 @@ def test_no_step_of_the_follower_between_two_of_the_worker_makes_a_state_wrong(s
         (Shape(num_states=2, num_ranges=2, follows=True), 0),
         (Shape(num_states=1, num_ranks=2), 0),
         (Shape(has_pages=True, follows=True), 1),
+        (Shape(has_draft=True), 1),
     ],
 )
 def test_no_state_of_a_larger_handoff_is_wrong(shape, num_faults):
