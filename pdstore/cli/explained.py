@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from pdstore.cli.answer import Answer, table
-from pdstore.cli.listing import NamespaceUse, OpenPool, open_pool, survey
+from pdstore.cli.listing import NamespaceUse, OpenPool, StoredKey, open_pool, survey
 from pdstore.cli.output import age
 from pdstore.cli.peers import losses_at
 from pdstore.errors import BadValue, ConfigError, MissingExtra
@@ -31,12 +31,14 @@ class Cover(NamedTuple):
     blocks: for each block of the prompt, the parts of it that are stored.
     youngest_s: seconds since the last use of any value of the namespace; None if not known.
     how_gone: how a stored block may have gone from this pool, in words.
+    drafts: for each draft model, the numbers of the blocks of which its KV is stored.
     """
 
     keys: PromptKeys
     blocks: Sequence[Sequence[StoredValue]]
     youngest_s: float | None
     how_gone: str = "was evicted"
+    drafts: Mapping[str, Collection[int]] = {}
 
     @property
     def namespace(self) -> str:
@@ -57,6 +59,11 @@ class Cover(NamedTuple):
     def num_tokens(self) -> int:
         """The number of tokens in the leading blocks of which all parts are stored."""
         return self.keys.end_of(self.num_run)
+
+    def num_drafted(self, draft: str) -> int:
+        """Returns the number of leading tokens, of those in whole blocks, with a draft's KV."""
+        run = takewhile(self.drafts[draft].__contains__, range(self.num_run))
+        return self.keys.end_of(sum(1 for _ in run))
 
     def why(self) -> str:
         """Returns why the whole leading blocks end where they do."""
@@ -102,7 +109,21 @@ def cover_of(
     for number in range(len(keys)):
         names = keys.store_keys(keys.namespace.parts, number, number + 1)
         blocks.append([stored[name] for name in names if name in stored])
-    return Cover(keys, blocks, use.youngest_s, how_gone)
+    return Cover(keys, blocks, use.youngest_s, how_gone, _drafts_of(keys, stored, use))
+
+
+def _drafts_of(
+    keys: PromptKeys, stored: Mapping[BlockKey, StoredValue], use: NamespaceUse
+) -> dict[str, set[int]]:
+    """Returns the blocks of a prompt of which a value of a draft's is stored, for each draft."""
+    numbers = {keys.hash_of(number).hex(): number for number in range(len(keys))}
+    drafts: dict[str, set[int]] = {name: set() for name in use.drafts}
+    for key in map(StoredKey.parsed, stored) if drafts else ():
+        if key is not None and key.draft in drafts and key.namespace == use.hex:
+            number = numbers.get(key.name)
+            if number is not None:
+                drafts[key.draft].add(number)
+    return drafts
 
 
 def how_gone(store: Store) -> str:
@@ -212,6 +233,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         "found_tokens": meant.num_tokens,
         "why": meant.why(),
         "blocks": [*blocks],
+        "drafts": {draft: meant.num_drafted(draft) for draft in meant.drafts},
         "other_namespaces": elsewhere,
     }
     # show only blocks near the first missing block: all others look alike
@@ -222,6 +244,12 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         Text(f"{title} {meant.namespace[:12]} of {label}", "bold"),
         table(["block", "tokens", "hash", "parts", ">used"], rows),
         f"→ {meant.why()}",
+    ]
+    shown += [
+        f"→ the KV of draft model {draft} is there of {num:,} of these tokens; without it, an"
+        " instance with this draft model has fewer of its drafted tokens accepted"
+        for draft in meant.drafts
+        if (num := meant.num_drafted(draft)) < meant.num_tokens
     ]
     for name, tokens in elsewhere.items():
         shown.append(

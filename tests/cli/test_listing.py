@@ -253,9 +253,12 @@ def test_a_draft_is_no_part_of_a_block_and_is_counted_apart(tmp_path):
     [use] = du(url).document["namespaces"]
     assert (use["parts"], use["drafts"], use["blocks"]) == ([[0, 0]], {"d" * 16: 1}, 3)
     ids = ",".join(map(str, range(40)))
-    assert explain(url, ids=ids).document["found_tokens"] == 40
+    said = explain(url, ids=ids)
+    assert (said.document["found_tokens"], said.document["drafts"]) == (40, {"d" * 16: 16})
+    assert "of 16 of these tokens" in str(said.shown[-1])
     [name] = PromptKeys(drafting).extend(range(40)).store_keys(parts[1:], 0, 1)
     assert inspect(url, name).document["verdict"] == "right"
+    assert name in [value["key"] for value in ls(url, "", 0).document["values"]]
     store = open_store(url, read_settings())
     header = Header(0, 1, 0, 1, 16, 0, plain.digest, bytes.fromhex(name.split(":")[4]))
     value = memoryview(bytearray(HEADER_BYTES))
@@ -264,6 +267,8 @@ def test_a_draft_is_no_part_of_a_block_and_is_counted_apart(tmp_path):
     put(store, [name], [bytes(value)])
     store.close()
     assert inspect(url, name).document["verdict"].startswith("foreign"), "a block's header"
+    clear(url, plain.hex, is_rehearsal=False)
+    assert ls(url, "", 0).document["values"] == []
 
 
 def test_a_draft_s_key_begins_as_no_other_key_does():
