@@ -15,7 +15,12 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoProcessor
 
-from pdstore.adapters.sglang.pages import STATE_KERNELS, refuse_unsupported, server_arguments
+from pdstore.adapters.sglang.pages import (
+    DRAFT_ARGUMENTS,
+    STATE_KERNELS,
+    refuse_unsupported,
+    server_arguments,
+)
 from pdstore.errors import ConfigError
 from tests.support.left_out import find_in, leave_out
 
@@ -24,7 +29,7 @@ READ = (
     *("kv_cache_dtype", "context_length", "json_model_override_args", "enable_lora", "lora_paths"),
     "hicache_storage_prefetch_policy",
 )
-"""The arguments that the adapter reads; of those of states, a version may lack some."""
+"""The arguments that the adapter reads; of those of states and drafts, a version may lack some."""
 _LEFT_OUT = ("torchvision", "torchao", "sgl_kernel", "gguf", "IPython", "outlines")
 _HICACHE = [
     "--enable-hierarchical-cache",
@@ -58,7 +63,7 @@ def _resolved(options: list[str]):
 
 
 def _read_of(args) -> list[str]:
-    return [*READ, *(name for name in STATE_KERNELS if hasattr(args, name))]
+    return [*READ, *(name for name in (*STATE_KERNELS, *DRAFT_ARGUMENTS) if hasattr(args, name))]
 
 
 def _sglangs(args) -> dict[str, object]:

@@ -109,14 +109,18 @@ def indices_of(pool, numbers: Sequence[int]) -> torch.Tensor:
     return torch.cat([torch.arange(n * step, (n + 1) * step) for n in numbers])
 
 
-def asked(name: str, num_last: int | None = None):
-    """Returns what SGLang asks of a pool: its last pages, or (None) all pages that KV has."""
+def asked(name: str, num_last: int | None = None, *, of: str | None = None):
+    """Returns what SGLang asks of a pool: its last pages, or (None) all pages that KV has.
+
+    of: the pool whose last pages it also has, under the same numbers.
+    """
     if num_last is None:
         return PoolTransfer(name=PoolName(name), indices_from_pool=PoolName.KV)
     return PoolTransfer(
         name=PoolName(name),
         keys=["__placeholder__"] * num_last,
         hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        indices_from_pool=of and PoolName(of),
     )
 
 
@@ -153,6 +157,7 @@ class HybridServer:
             storage_host_pool=group.anchor_entry.host_pool,
             host_memory_mode="cache",
             enable_storage=False,
+            storage_backend=None,
             pp_group=None,
             prefetch_sync_queue=queue.Queue(),
             storage_stop_event=types.SimpleNamespace(clear=lambda: None),
@@ -171,10 +176,13 @@ class HybridServer:
     ) -> dict[str, int]:
         """Stores pages as SGLang's backup thread does; returns how many of each pool it counts.
 
-        sidecars: by a pool's name, by the hash of a page the number of its page there. That of an
-          indexer is not given: it has KV's numbers.
+        sidecars: by a pool's name, by the hash of a page the number of its page there. Those of an
+          indexer and of drafts are not given: they have KV's numbers, or those of windows.
         """
-        transfers = [asked("indexer")] if "indexer" in self.pools else []
+        transfers = self.derived()
+        for transfer in transfers:
+            if transfer.indices_from_pool == "swa":
+                transfer.keys = None  # SGLang takes those of the windows
         for name, numbers in sidecars.items():
             transfer = asked(name, len(numbers))
             transfer.keys = list(numbers)
@@ -186,6 +194,20 @@ class HybridServer:
         self.controller._page_backup(operation)
         stored = operation.pool_storage_result.extra_pool_hit_pages
         return {"kv": operation.completed_tokens // PAGE} | {str(n): k for n, k in stored.items()}
+
+    def derived(self, num_last: int = 0) -> list:
+        """Returns what SGLang asks of pools with the numbers of others. num_last: of windows."""
+        whole = [name for name in ("indexer", "draft", "draft_indexer") if name in self.pools]
+        transfers = [asked(name) for name in whole]
+        if "draft_swa" in self.pools:
+            transfers.append(asked("draft_swa", num_last, of="swa"))
+        return transfers
+
+    def add(self, name: str, pool) -> None:
+        """Registers a host pool when the storage backend is attached, as SGLang does a draft's."""
+        self.pools[name] = pool
+        entry = PoolEntry(PoolName(name), pool, None, lambda layer: layer, False)
+        self.controller.register_host_pool_entry(entry)
 
     def query(self, hashes: Sequence[str], *transfers):
         """Asks which pages are stored, as SGLang's prefetch thread does; returns its operation."""

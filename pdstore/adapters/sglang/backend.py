@@ -11,10 +11,19 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from pdstore.adapters.sglang.host_pools import KV, VERSIONS, check_host_pool, pages_of
+from pdstore.adapters.sglang.host_pools import (
+    DRAFTS,
+    KV,
+    VERSIONS,
+    HostPages,
+    ServedModel,
+    check_host_pool,
+    pages_of,
+)
 from pdstore.adapters.sglang.pages import (
     PagePool,
     refuse_unsupported,
+    served_draft,
     served_model,
     server_arguments,
     settings_of,
@@ -66,6 +75,7 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._saves = is_saver and self._settings.publish
         self._host_pools: dict[str, Any] = {}
         self._pool: PagePool | None = None
+        self._served: ServedModel | None = None
         if not self._settings.pd_transfer_via_storage:
             log.info("PD_TRANSFER_VIA_STORAGE is not 1: pdstore stores and finds nothing")
             return
@@ -87,15 +97,20 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._open()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Takes a host pool beside that of KV; refuses one that pdstore does not support."""
+        """Takes a host pool beside that of KV; refuses one that pdstore does not support.
+
+        SGLang registers those of a draft model after all others, when the pool has been opened.
+        """
         name = str(host_pool_name)
         if name == KV or not self._settings.pd_transfer_via_storage:
             return
         self._refuse_sidecar(name)
         check_host_pool(name, host_pool)
-        if self._pool is not None:
+        if self._pool is not None and name not in DRAFTS:
             raise ConfigError(f"the host pool {name} came after the storage backend had started")
         self._host_pools[name] = host_pool
+        if self._pool is not None:
+            self._pool.add(self._pages())
 
     def on_host_pools_registered(self) -> None:
         """Opens a PagePool for all host pools: they have one namespace together."""
@@ -120,14 +135,18 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return hicache_storage.PoolTransferResult(last, dict(found.by_pool), found.lengths)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
-        """Loads pages into host pools; returns, by pool, True for each page that was loaded."""
+        """Loads pages into host pools; returns, by pool, True for each page that was loaded.
+
+        It is True for every page of a draft model: see `PagePool.load`.
+        """
         pool = self._pool
         if pool is None:
             return _answers(transfers, lambda _: 0)
         return _answers(
             transfers,
             lambda of: self._guarded(
-                lambda: pool.load(of.keys or (), of.host_indices, str(of.name)), 0
+                lambda: pool.load(of.keys or (), of.host_indices, str(of.name)),
+                len(of.keys or ()) if str(of.name) in DRAFTS else 0,
             ),
         )
 
@@ -188,7 +207,10 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Returns only misses: SGLang asks here for a draft model's pages, which are not stored."""
+        """Returns only misses: up to 0.5.22 SGLang asks here for a draft model's pages.
+
+        They are not stored, because SGLang passes copies of them and does not say what they are.
+        """
         return [None] * len(keys)
 
     def set(
@@ -222,12 +244,18 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             pool.close()
 
     def _open(self) -> None:
-        served = served_model(self._settings, self._args, self._host_pools[KV].dtype)
-        rank = self._config.tp_rank
-        size = self._config.tp_size
-        pages = pages_of(self._host_pools, served, rank, size)
+        self._served = served_model(self._settings, self._args, self._host_pools[KV].dtype)
+        rank, size = self._config.tp_rank, self._config.tp_size
         number = (getattr(self._config, "dp_rank", 0) or 0) * size + rank
-        self._pool = PagePool(self._settings, pages, served.weights, self.metrics, number)
+        weights = self._served.weights
+        self._pool = PagePool(self._settings, self._pages(), weights, self.metrics, number)
+
+    def _pages(self) -> dict[str, HostPages]:
+        served = self._served
+        assert served is not None
+        if not DRAFTS.isdisjoint(self._host_pools):
+            served = served._replace(draft=served_draft(self._settings, self._args))
+        return pages_of(self._host_pools, served, self._config.tp_rank, self._config.tp_size)
 
     def _refuse_sidecar(self, name: str) -> None:
         """Raises ConfigError for a pool beside KV if this SGLang is older than its hooks for it."""

@@ -1,7 +1,8 @@
 """HostPages: the pages of one of SGLang's host pools, how they are named and where they lie.
 
 SGLang keeps the KV of full attention in one host pool. Beside it, a model may have host pools with
-sliding windows, Mamba states or the indexer of sparse attention; SGLang calls them sidecars.
+sliding windows, Mamba states or the indexer of sparse attention; SGLang calls them sidecars. Those
+of a draft model are optional: a page that is missing there is zeroed, and the draft is cold.
 """
 
 # Decision: docs/decisions/034-sglang-pages.md
@@ -31,10 +32,14 @@ _LAYOUTS = {
     _MAMBA: ("page_first", "page_first_direct"),
     _INDEXER: ("layer_first", "page_first", "page_first_direct"),
 }
-_KINDS = {KV: (_MHA, _MLA), "swa": (_MHA, _MLA), "mamba": (_MAMBA,), "indexer": (_INDEXER,)}
+_KINDS = {
+    **{KV: (_MHA, _MLA), "swa": (_MHA, _MLA), "mamba": (_MAMBA,), "indexer": (_INDEXER,)},
+    **{"draft": (_MHA, _MLA), "draft_indexer": (_INDEXER,), "draft_swa": (_MHA, _MLA)},
+}
 """By SGLang's name of a host pool, the classes that pdstore can read."""
+DRAFTS = frozenset({"draft", "draft_indexer", "draft_swa"})
+"""SGLang's names of the host pools of a draft model."""
 _REFUSED = {
-    "draft": "a draft model's KV",
     "auxiliary_swa": "a second sliding window",
     "deepseek_v4": "the compressed KV of DeepSeek V4",
 }
@@ -49,6 +54,7 @@ class ServedModel(NamedTuple):
     rope: as `Identity` takes it.
     quantization: SGLang's arguments about quantization and KV scales; None if none of them is set.
     state_kernels: SGLang's arguments about the kernels that read and write Mamba states.
+    draft: what names the draft model, as `Identity` takes it; empty without host pools of a draft.
     """
 
     dtype: str
@@ -56,6 +62,7 @@ class ServedModel(NamedTuple):
     rope: str
     quantization: str | None
     state_kernels: str = ""
+    draft: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,15 @@ class HostPages:
 
     SGLang names the state of a whole prefix by the prefix's last page: here it is a page as well.
 
-    layout: its namespace must be equal on P and D; it is that of all host pools together. Each
+    layout: says where the pages lie; of a draft, its layers are as needed as others here. Each
       contiguous piece of a page is a cell.
+    identity: of all host pools together, in which a draft's layers are optional.
     caches: for each piece, a view of the host pool: [pages, bytes of the piece].
     page_indices: how many of SGLang's indices a page has: one for each token, one for a state.
     """
 
     layout: Layout
+    identity: Identity
     caches: list[torch.Tensor]
     page_indices: int
 
@@ -105,7 +114,7 @@ def check_host_pool(name: str, pool: Any) -> None:
         raise ConfigError(
             f"pdstore does not support the host pool {kind} ({name}) with the layout"
             f" {pool.layout}: of SGLang {VERSIONS} it serves full attention, MLA, sliding windows,"
-            f" Mamba states and DSA's indexer, and for --hicache-mem-layout"
+            f" Mamba states and DSA's indexer, drafts with these too, and for --hicache-mem-layout"
             f" {', '.join(_LAYOUTS[_MHA])} (for states {', '.join(_LAYOUTS[_MAMBA])})"
         )
     if getattr(pool, "shared_allocation_domain", None) is not None:
@@ -120,20 +129,22 @@ def pages_of(
 ) -> dict[str, HostPages]:
     """Returns the pages of each host pool of a rank, by SGLang's names; `KV` is one of them.
 
-    The first layers of the namespace are those of KV. Those of any other pool follow, each kind in
-    a block table of its own; the pools count as the stages of a pipeline, so a pool's values have
-    only its layers. Raises ConfigError for an unsupported pool.
+    The first layers of the namespace are those of KV. Those of any other pool follow, a draft's at
+    the end, each kind in a block table of its own; the pools count as the stages of a pipeline, so
+    a pool's values have only its layers. Raises ConfigError for an unsupported pool.
     """
-    names = [KV, *sorted(name for name in pools if name != KV)]
+    names = sorted(pools, key=lambda name: (name != KV, name in DRAFTS, name))
     for name in names:
         check_host_pool(name, pools[name])
     kv = pools[KV]
     pieces = {name: _pieces(pools[name]) for name in names}
     layers = {KV: [_kv_layer(kv, tp_size)] * kv.layer_num}
     for table, name in enumerate(names[1:], 1):
-        forms = _forms(pools[name], served, kv, tp_size, len(pieces[name]))
+        window_of = None if name in DRAFTS else kv.dtype
+        forms = _forms(pools[name], served, window_of, tp_size, len(pieces[name]))
         made = _sidecar_layers(pools[name], pieces[name], forms, kv.page_size, tp_size)
-        layers[name] = [replace(layer, table=table) for layer in made]
+        optional = name in DRAFTS
+        layers[name] = [replace(layer, table=table, optional=optional) for layer in made]
     identity = Identity(
         dtype=served.dtype,
         layers=tuple(layer for name in names for layer in layers[name]),
@@ -142,15 +153,18 @@ def pages_of(
         quantization=served.quantization,
         page=f"sglang:{kv.layout}",  # its name for the order of bytes in a page
         num_shards=tp_size,
+        draft=served.draft,
     )
+    # a pool of its own saves and loads a draft's pages: there they are all that is needed
+    needed = replace(identity, layers=tuple(replace(of, optional=False) for of in identity.layers))
     stages = tuple(stage for stage, name in enumerate(names) for _ in layers[name])
     pages = {}
     for stage, name in enumerate(names):
         pipeline = Pipeline(stages, stage)
-        by_layer = Layout(identity, kv.page_size, tp_rank, tp_size, pipeline)
+        by_layer = Layout(needed, kv.page_size, tp_rank, tp_size, pipeline)
         given = _in_pieces(by_layer, len(pieces[KV])) if name == KV else _in_one_table(by_layer)
         layout = replace(by_layer, given=given)
-        pages[name] = HostPages(layout, pieces[name], pools[name].page_size)
+        pages[name] = HostPages(layout, identity, pieces[name], pools[name].page_size)
     return pages
 
 
@@ -194,9 +208,12 @@ def _sidecar_layers(
     return [replace(layer, num_kv_heads=tp_size, is_whole=False) for layer in layers]
 
 
-def _forms(pool: Any, served: ServedModel, kv: Any, tp_size: int, num_pieces: int) -> list[str]:
+def _forms(
+    pool: Any, served: ServedModel, window_of: torch.dtype | None, tp_size: int, num_pieces: int
+) -> list[str]:
     """Returns what the bytes of each piece of a sidecar's pages are.
 
+    window_of: the element type of the KV whose windows the pool may have; None for a draft's pool.
     Raises ConfigError for a sliding window of another element type than that of KV, and for an
     indexer on an AMD GPU.
     """
@@ -213,13 +230,14 @@ def _forms(pool: Any, served: ServedModel, kv: Any, tp_size: int, num_pieces: in
             )
         shape = [str(pool.indexer_dtype), pool.layer_num, pool.indexer_page_stride_size]
         return [canonical([kind, pool.layout, *shape])] * num_pieces
-    if pool.dtype != kv.dtype:
+    if window_of not in (None, pool.dtype):
         raise ConfigError(
-            f"the host pool of sliding windows has {pool.dtype}, and that of KV {kv.dtype}:"
+            f"the host pool of sliding windows has {pool.dtype}, and that of KV {window_of}:"
             " pdstore supports only windows of KV's type"
         )
     heads = [pool.kv_cache_dim] if kind == _MLA else [pool.head_num * tp_size, pool.head_dim]
-    return [canonical([kind, pool.layout, "window", pool.layer_num, *heads])] * num_pieces
+    what = "window" if window_of else str(pool.dtype)
+    return [canonical([kind, pool.layout, what, pool.layer_num, *heads])] * num_pieces
 
 
 def _in_one_table(layout: Layout) -> Geometry:

@@ -17,17 +17,24 @@ from typing import Any
 
 import torch
 
-from pdstore.adapters.sglang.host_pools import KV, VERSIONS, HostPages, ServedModel
+from pdstore.adapters.sglang.host_pools import DRAFTS, KV, VERSIONS, HostPages, ServedModel
 from pdstore.adapters.sglang.page_wait import PageWait
 from pdstore.adapters.sglang.sidecars import Restorable, Sidecar, SidecarLookup
 from pdstore.errors import ConfigError, LayoutError
-from pdstore.format.keys import HASH_BYTES, INDEXING, SHAPING, PromptKeys, canonical, shaping
+from pdstore.format.keys import (
+    HASH_BYTES,
+    INDEXING,
+    SHAPING,
+    Namespace,
+    PromptKeys,
+    canonical,
+    shaping,
+)
 from pdstore.format.weights import find_checkpoint, weights_revision
 from pdstore.metrics import Metrics
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings, read_engine_settings
 from pdstore.status.server import Reporting
-from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.worker.job import Job
 from pdstore.worker.pool import KVPool
@@ -41,6 +48,12 @@ STATE_KERNELS = (
     *("linear_attn_prefill_backend", "linear_attn_decode_backend"),
 )
 """SGLang's arguments about the kernels of Mamba states, which may order a state's bytes."""
+DRAFT_ARGUMENTS = (
+    *("speculative_draft_model_path", "speculative_draft_model_revision"),
+    *("speculative_algorithm", "speculative_draft_model_quantization"),
+    *("speculative_draft_kv_cache_dtype", "speculative_draft_attention_backend"),
+)
+"""SGLang's arguments about a draft model, which decide its KV."""
 _FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -177,6 +190,23 @@ def served_model(settings: Settings, args: Any, stored_as: torch.dtype) -> Serve
     )
 
 
+def served_draft(settings: Settings, args: Any) -> str:
+    """Returns what names the draft model. Raises ConfigError if its checkpoint is not known.
+
+    Layers that the model itself has for drafts (MTP) are in its own checkpoint.
+    """
+    given = {name: getattr(args, name, None) for name in DRAFT_ARGUMENTS}
+    path, revision = given.pop(DRAFT_ARGUMENTS[0]), given.pop(DRAFT_ARGUMENTS[1])
+    directory = find_checkpoint(path or args.model_path, revision if path else args.revision)
+    if directory is None:
+        raise ConfigError(
+            f"the draft model {path} is neither a directory nor in the hub's cache, so that its"
+            " weights are not known: start SGLang with --speculative-draft-model-path DIRECTORY"
+        )
+    weights = weights_revision(directory, settings)
+    return canonical([weights, _rope(directory, args), args.kv_cache_dtype, given])
+
+
 def _rope(directory: Path, args: Any) -> str:
     try:
         config = json.loads((directory / "config.json").read_text())
@@ -214,28 +244,26 @@ class PagePool:
         metrics: Metrics,
         rank: int = 0,
     ) -> None:
-        self._pages = pages
-        namespace = pages[KV].layout.namespace(settings, weights=weights)
-        # a rank looks up its own shard; SGLang combines the answers of all ranks
-        self._namespaces = {
-            name: replace(namespace, parts=of.layout.owned_parts) for name, of in pages.items()
-        }
-        self.namespace = self._namespaces[KV]
-        self._pools: dict[str, KVPool] = {}
+        self._pages: Mapping[str, HostPages] = {}
+        self._namespaces: Mapping[str, Namespace] = {}
+        self._pools: Mapping[str, KVPool] = {}
         self._settings = settings
         self._metrics = metrics
+        self._weights = weights
         with contextlib.ExitStack() as undo:
-            store = connect_store(settings, metrics)
+            self._store = store = connect_store(settings, metrics)
             undo.callback(store.close)
             for name in pages:
-                self._pools[name] = self._open(name, store)
-                undo.callback(self._pools[name].close)
+                self._open(name, pages, undo)
+            self.namespace = self._namespaces[KV]
             self._cache = PrefixCacheManager(
                 settings, self.namespace, metrics=metrics, store=store, router_duty=_ROUTER_DUTY
             )
             undo.callback(self._cache.close)
             self._sidecars = SidecarLookup(store, metrics)
             undo.callback(self._sidecars.close)
+            self._drafts = SidecarLookup(store, metrics)  # for the thread that loads
+            undo.callback(self._drafts.close)
             self._wait = PageWait(settings, store, metrics) if settings.role == "decode" else None
             if self._wait is not None:
                 undo.callback(self._wait.close)
@@ -245,6 +273,14 @@ class PagePool:
             undo.callback(reporting.close)
             self.status_url = reporting.url
             self._resources = undo.pop_all()
+
+    def add(self, pools: Mapping[str, HostPages]) -> None:
+        """Takes the pages of a draft model, which has come late. Raises as the constructor does.
+
+        pools: of all host pools. The namespace is that of the model without a draft.
+        """
+        for name in pools.keys() - self._pages.keys():
+            self._open(name, pools, self._resources)
 
     def num_stored(self, hashes: Sequence[str]) -> int:
         """Returns how many leading pages of KV are stored.
@@ -267,15 +303,18 @@ class PagePool:
         With PDSTORE_ROLE=decode it waits for pages that P is still storing. P stores the KV of a
         page after all that is beside it. So if all pages of each pool are needed, expected pages
         count as stored. A state or a window may be missing: then it waits until P has stored all.
+        A draft's pages count as stored: nothing depends on them, and `load` does without.
 
         hashes: of all pages of the prompt.
         num_last: by the name of each pool beside KV, how many of the last pages SGLang needs to go
           on; None for all pages.
         """
         keys = self._keys(KV, hashes)
+        drafts = DRAFTS.intersection(num_last)
+        num_last = {name: of for name, of in num_last.items() if name not in drafts}
         if self._wait is not None and hashes and self._wait.wait_for_pages(keys, is_whole=True):
             if all(number is None for number in num_last.values()):
-                return Restorable([len(keys)], dict.fromkeys([KV, *num_last], len(keys)))
+                return Restorable([len(keys)], dict.fromkeys([KV, *num_last, *drafts], len(keys)))
             for _ in self._wait.page_counts(keys) or ():
                 pass  # it ends when all pages are stored, or when no more are expected
         num_pages = self._num_matched(keys)
@@ -286,17 +325,23 @@ class PagePool:
             Sidecar(name, self._keys(name, hashes[:num_pages]), number)
             for name, number in num_last.items()
         ]
-        found = self._sidecars.find(keys, sidecars)
-        found.by_pool[KV] = num_pages
+        found = Restorable([*range(1, num_pages + 1)])
+        if sidecars:
+            found = self._sidecars.find(keys, sidecars)
+        found.by_pool.update(dict.fromkeys([KV, *drafts], num_pages))
         return found
 
     def load(self, hashes: Sequence[str], host_indices: torch.Tensor, pool: str = KV) -> int:
         """Loads stored pages into a host pool; returns how many leading pages were loaded.
 
-        It loads expected pages of KV as soon as P has stored them.
+        It loads expected pages of KV as soon as P has stored them. A draft's pages that were not
+        loaded are zeroed, and count: SGLang would not go on with the model's own without them.
         """
         keys = self._keys(pool, hashes)
         numbers = self._pages[pool].numbers(host_indices, len(hashes))
+        if pool in DRAFTS:
+            self._load_draft(pool, keys, numbers)
+            return len(numbers)
         done = 0
         for stop in self._stored(keys) if pool == KV else (len(keys),):
             job = self._pools[pool].load(self._keys(pool, hashes[done:stop]), numbers[done:stop])
@@ -309,10 +354,18 @@ class PagePool:
         return done
 
     def save(self, hashes: Sequence[str], host_indices: torch.Tensor, pool: str = KV) -> int:
-        """Stores pages of a host pool; returns how many leading pages can be loaded now."""
-        keys = self._keys(pool, hashes)
-        numbers = self._pages[pool].numbers(host_indices, len(hashes))
-        return self._num_pages(self._pools[pool].save(keys, numbers))
+        """Stores pages of a host pool; returns how many leading pages can be loaded now.
+
+        A draft's pages that `load` has zeroed are left out, or no draft would ever be stored there.
+        """
+        pages = self._pages[pool]
+        numbers = pages.numbers(host_indices, len(hashes))
+        if pool not in DRAFTS:
+            return self._num_pages(self._pools[pool].save(self._keys(pool, hashes), numbers))
+        filled = [at for at, number in enumerate(numbers) if _is_filled(pages, number)]
+        keys = self._keys(pool, [hashes[at] for at in filled])
+        done = self._num_pages(self._pools[pool].save(keys, [numbers[at] for at in filled]))
+        return len(hashes) if done == len(filled) else filled[done]
 
     def clear(self) -> bool:
         """Forgets all values of this namespace; returns False if the store fails."""
@@ -322,17 +375,36 @@ class PagePool:
         """Ends running jobs and closes the connections. A second call does nothing."""
         self._resources.close()
 
-    def _open(self, pool: str, store: Store) -> KVPool:
-        pages = self._pages[pool]
-        namespace = self._namespaces[pool]
-        return KVPool(
+    def _open(self, name: str, pools: Mapping[str, HostPages], undo: contextlib.ExitStack) -> None:
+        pages = pools[name]
+        namespace = pages.identity.namespace(self._settings, weights=self._weights)
+        # a rank looks up its own shard; SGLang combines the answers of all ranks
+        namespace = replace(namespace, parts=pages.layout.owned_parts)
+        pool = KVPool(
             self._settings,
             pages.layout,
             pages.caches,
             namespace,
             metrics=self._metrics,
-            store=store,
+            store=self._store,
         )
+        undo.callback(pool.close)
+        # other threads go over them
+        self._pages = {**self._pages, name: pages}
+        self._namespaces = {**self._namespaces, name: namespace}
+        self._pools = {**self._pools, name: pool}
+
+    def _load_draft(self, pool: str, keys: PromptKeys, numbers: Sequence[int]) -> None:
+        """Loads the leading pages of a draft that are stored, and zeroes the others."""
+        found = self._drafts.find(keys, [Sidecar(pool, keys, None)]).lengths if numbers else []
+        done = 0
+        if found:
+            stored = keys.prefix(keys.end_of(found[-1]))
+            done = self._num_pages(self._pools[pool].load(stored, numbers[: found[-1]]))
+        for cache in self._pages[pool].caches:
+            cache[list(numbers[done:])] = 0
+        num_cold = (len(numbers) - done) * self.namespace.block_tokens
+        self._metrics.tokens.labels("cold").inc(num_cold)
 
     @property
     def _problem(self) -> str | None:
@@ -364,3 +436,8 @@ class PagePool:
 
     def _num_pages(self, job: Job) -> int:
         return job.wait(_MAX_TIMEOUT_S).num_tokens // self.namespace.block_tokens
+
+
+def _is_filled(pages: HostPages, number: int) -> bool:
+    """Returns whether a page has any byte other than 0."""
+    return any(bool(cache[number].any()) for cache in pages.caches)

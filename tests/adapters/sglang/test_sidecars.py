@@ -273,8 +273,7 @@ def test_d_loads_an_indexer_while_p_stores_it(serve_hybrid):
 @pytest.mark.parametrize(
     ("name", "pool", "why"),
     [
-        ("draft", wheel.mha_pool, "the pool draft, .* draft model"),
-        ("draft_indexer", wheel.mha_pool, "the pool draft_indexer, .* draft model"),
+        ("draft_indexer", wheel.mha_pool, r"MHATokenToKVPoolHost \(draft_indexer\)"),
         ("auxiliary_swa", wheel.mha_pool, "the pool auxiliary_swa, .* second sliding window"),
         ("deepseek_v4_c4", wheel.mha_pool, "the pool deepseek_v4_c4, .* DeepSeek V4"),
         ("indexer", wheel.mha_pool, r"MHATokenToKVPoolHost \(indexer\)"),
