@@ -207,9 +207,10 @@ class PDStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[None]:
-        """Returns only misses: up to 0.5.22 SGLang asks here for a draft model's pages.
+        """Returns only misses: up to 0.5.18 SGLang asks here for a draft model's pages.
 
-        They are not stored, because SGLang passes copies of them and does not say what they are.
+        They are not stored: SGLang does not register their host pool there, so nothing says what
+        their bytes are. It goes on without them.
         """
         return [None] * len(keys)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -112,24 +114,21 @@ def test_a_draft_with_windows_is_loaded_by_their_last_pages(serve, any_store):
     assert came(p, d, "swa", [10, 14], [1, 13]) == came(p, d, "draft_swa", [10, 14], [1, 13]) == 2
 
 
-@pytest.mark.parametrize(("at_p", "at_d"), [(b"a draft", None), (None, None)])
-def test_a_server_that_does_not_speculate_loads_the_models_own_pages(serve, any_store, at_p, at_d):
-    p, d = serve(draft=at_p, store=any_store), serve(draft=at_d, store=any_store)
-    assert p.backup(HASHES, SAVED)["kv"] == 5
-    assert d.backend.batch_exists(HASHES) == 5
+def test_a_server_that_does_not_speculate_loads_the_models_own_pages(serve, any_store):
+    p, d = serve(store=any_store), serve(draft=None, store=any_store)
+    assert p.backup(HASHES, SAVED) == {"kv": 5, "draft": 5}
     assert d.transfer(d.query(HASHES), LOADED)["kv"] == 5
     assert came(p, d, "kv") == 5
 
 
 @pytest.mark.parametrize("at_p", [None, b"another draft"])
 def test_a_server_with_another_draft_loads_the_models_own_pages_and_is_cold(serve, any_store, at_p):
-    """Control: SGLang's own backend goes on with no page whose draft is missing."""
     p, d = serve(draft=at_p, store=any_store), serve(store=any_store)
     p.backup(HASHES, SAVED)
     assert load(d)["kv"] == 5
     assert came(p, d, "kv") == 5
-    cold = pools.HybridServer.page(d, "draft", LOADED[0])
-    assert [d.page("draft", number) for number in LOADED] == [bytes(len(cold))] * 5
+    cold = bytes(len(d.page("draft", LOADED[0])))
+    assert [d.page("draft", number) for number in LOADED] == [cold] * 5
 
 
 def test_sglangs_own_backend_loads_no_page_without_its_draft(tmp_path):
@@ -190,9 +189,14 @@ def test_a_draft_that_comes_late_has_the_same_keys(serve):
 
 
 def test_a_page_that_was_loaded_cold_is_not_stored(serve, tmp_path):
-    """Otherwise servers that computed the draft would never store theirs: its key is taken."""
+    """Otherwise servers that computed the draft would never store theirs: its key is taken.
+
+    SGLang is told that it is stored: what it takes for missing it may write again.
+    """
     p, d = serve(), serve()
     serve(draft=None).backup(HASHES, SAVED)
+    found = d.query(HASHES, pools.asked("draft"))
+    assert found.query_pool_hit_pages == {"kv": 5, "draft": 5}
     assert load(d)["kv"] == 5
     assert d.backup(HASHES, LOADED) == {"kv": 5, "draft": 5}
     assert values_of_draft(tmp_path / "pool") == []
@@ -202,11 +206,26 @@ def test_a_page_that_was_loaded_cold_is_not_stored(serve, tmp_path):
     assert came(p, d, "draft") == 5
 
 
-def test_d_waits_for_p_and_loads_its_draft(serve):
+def test_d_loads_a_draft_while_p_stores_it(serve):
     p, d = serve(role="prefill"), serve(role="decode", handoff_wait_s=60)
-    p.backup(HASHES, SAVED)
-    assert load(d)["kv"] == 5
-    assert came(p, d, "draft") == 5
+
+    def num_looks():
+        labels = {"verb": "match", "outcome": "ok"}
+        count = d.backend.metrics.registry.get_sample_value
+        return count("pdstore_store_calls_total", labels) or 0
+
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(d.query, HASHES, pools.asked("draft"))
+        eventually(lambda: num_looks() >= 3)
+        p.backup(HASHES[:1], SAVED[:1])
+        found = asking.result(60)
+        assert len(found.hash_value) == 5  # and one is stored
+        before = num_looks()
+        loading = threads.submit(d.transfer, found, LOADED)
+        eventually(lambda: num_looks() > before)
+        p.backup(HASHES[1:], SAVED[1:])
+        assert loading.result(60)["kv"] == 5
+    assert came(p, d, "kv") == came(p, d, "draft") == 5
 
 
 def test_ranks_agree_although_sglang_stores_a_draft_of_only_one(serve):
