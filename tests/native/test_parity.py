@@ -40,8 +40,7 @@ SHAPES = st.fixed_dictionaries(
 def layouts(draw) -> Layout:
     """Up to 36 regions of small copies, in every split; two tables of equal or other blocks.
 
-    K, V and MLA with scales apart or without; pages; states that all ranks hold or share out; a
-    draft model's layers.
+    K, V and MLA with scales apart or without; pages; drafts; states that ranks hold or share out.
     """
     engine = draw(st.sampled_from([1, 2, 4, 16]))
     more = draw(st.sampled_from([1, 2, 4]))
@@ -62,11 +61,10 @@ def layouts(draw) -> Layout:
         LayerSpec.state(draw(st.integers(1, 300)), "b", table=tables, is_whole=True),
     ]
     layers += draw(st.lists(st.sampled_from(states), max_size=4))
-    layers += [replace(full, optional=True)] * draw(st.sampled_from([0, 0, 1, 2]))
     tp_size = shards if states[0] in layers else 1
     return layout_of(
         dtype=draw(st.sampled_from(["uint8", "bfloat16", "float32"])),
-        layers=tuple(layers),
+        layers=(*layers, *[replace(full, optional=True)] * draw(st.sampled_from([0, 0, 1, 2]))),
         block_tokens=engine * more * draw(st.sampled_from([1, 2, 4])),
         engine_block_tokens=(
             *(engine, engine * more)[:tables],
