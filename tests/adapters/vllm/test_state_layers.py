@@ -69,7 +69,7 @@ def describe(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: one)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def make(groups, tp_size=1, backend=None, kernel_tokens=None, num_hidden=8):
+    def make(groups, tp_size=1, backend=None, kernel_tokens=None, drafts=False):
         specs = {
             name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             for group in groups
@@ -77,15 +77,19 @@ def describe(monkeypatch):
         }
         named = SimpleNamespace(get_name=lambda: backend)
         modules = {name: SimpleNamespace(get_attn_backend=lambda: named) for name in specs}
+        model = SimpleNamespace(
+            hf_text_config=SimpleNamespace(num_hidden_layers=8),
+            max_model_len=512,
+            quantization=None,
+            model="one with its drafts",
+        )
+        speculative = SimpleNamespace(method="mtp", draft_model_config=model)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
             compilation_config=SimpleNamespace(static_forward_context=modules if backend else {}),
             cache_config=SimpleNamespace(cache_dtype="auto"),
-            model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(num_hidden_layers=num_hidden),
-                max_model_len=512,
-                quantization=None,
-            ),
+            model_config=model,
+            speculative_config=speculative if drafts else None,
         )
         caches = {name: cache_of(spec, kernel_tokens) for name, spec in specs.items()}
         kv_cache_config = KVCacheConfig(4, [], groups)
@@ -231,10 +235,11 @@ def test_states_with_rows_for_drafts_may_bring_what_an_earlier_tenant_left_there
 @pytest.mark.parametrize("name", ["mtp.layers.0.self_attn.attn", "model.layers.8.self_attn.attn"])
 def test_the_draft_layers_of_a_model_with_states_are_its_last(describe, name):
     groups = [*GROUPS[:3], replace(GROUPS[3], layer_names=[name, *GROUPS[3].layer_names])]
-    layout, views = describe(groups, num_hidden=8)
+    layout, views = describe(groups, drafts=True)
     assert list(views) == [*NAMES, name]
-    assert layout.identity.draft_layers == 1
-    assert describe(GROUPS, num_hidden=8)[0].identity.draft_layers == 0
+    assert [spec.optional for spec in layout.identity.layers] == [False] * len(NAMES) + [True]
+    plain, _ = describe(GROUPS)
+    assert namespace_of(plain).digest == namespace_of(layout).digest
 
 
 def test_a_stage_of_states_alone_is_refused_by_name(describe):
