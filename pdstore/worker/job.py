@@ -102,17 +102,12 @@ class Work(Generic[Item]):
     _progress: int = field(default=0, init=False)
 
     @property
-    def progress(self) -> int:
-        """The number of leading tokens of the prompt that have been moved by now.
+    def progress(self) -> tuple[int, int]:
+        """How many leading tokens of the prompt have been moved by now; how many with drafts' KV.
 
         The caller holds `lock`.
         """
-        return self._progress
-
-    @property
-    def num_with_drafts(self) -> int:
-        """How many tokens of `progress` have the drafts' KV too. The caller holds `lock`."""
-        return self.progress
+        return self._progress, self._progress
 
     def poll(self, *, takes: bool = False) -> Share | NoShare:
         """Returns the next share, or why there is none. The caller holds `lock`.
@@ -289,14 +284,13 @@ class Job:
             work, self._work = self._work, None
             if work is None:
                 return
-            progress = work.progress
-            self.num_with_drafts = work.num_with_drafts
+            num_tokens, self.num_with_drafts = work.progress
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
             _release_frames(error)
         with self._lock:
-            self._result = JobResult(progress, reason, error)
+            self._result = JobResult(num_tokens, reason, error)
             watchers, self._watchers = self._watchers, []
         self._has_ended.set()
         for watcher in watchers:

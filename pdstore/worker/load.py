@@ -59,15 +59,11 @@ class LoadWork(Work[_LoadRange]):
     _wrong_drafts: list[_LoadRange] = field(default_factory=list, init=False)
 
     @property
-    def progress(self) -> int:
+    def progress(self) -> tuple[int, int]:
         ends = map(self._tokens_of, self._released.values())
-        return self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
-
-    @property
-    def num_with_drafts(self) -> int:
-        if self.prompt.layout.draft_range is None:
-            return self.progress
-        return min(self.progress, self._tokens_of(self._drafts))
+        end = self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
+        has_drafts = self.prompt.layout.draft_range is not None
+        return end, min(end, self._tokens_of(self._drafts)) if has_drafts else end
 
     @property
     def is_open(self) -> bool:

@@ -34,8 +34,8 @@ class Shares(Work[BodyItem]):
         self.tokens = 0
 
     @property
-    def progress(self) -> int:
-        return self.tokens
+    def progress(self) -> tuple[int, int]:
+        return self.tokens, self.tokens
 
     def _move(self, items: Sequence[BodyItem], child: WorkerTurn) -> Reason | None:
         reasons = [item.body(child) for item in items]
