@@ -115,7 +115,7 @@ def cover_of(
 def _drafts_of(
     keys: PromptKeys, stored: Mapping[BlockKey, StoredValue], use: NamespaceUse
 ) -> dict[str, set[int]]:
-    """Returns the blocks of a prompt of which a value of a draft's is stored, for each draft."""
+    """Returns, for each draft model, the blocks of a prompt that have its KV in the store."""
     numbers = {keys.hash_of(number).hex(): number for number in range(len(keys))}
     drafts: dict[str, set[int]] = {name: set() for name in use.drafts}
     for key in map(StoredKey.parsed, stored) if drafts else ():

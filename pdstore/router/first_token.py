@@ -201,7 +201,7 @@ class FirstToken:
         return choice
 
     def _counted(self, answer: Part) -> Part:
-        """Returns D's answer under P's id, its usage with this token as one of the answer's."""
+        """Returns D's answer under P's id; its usage counts this token as part of the answer."""
         named: Part = {name: self.answer[name] for name in ("id", "created") if name in self.answer}
         usage = answer.get("usage")
         if usage:

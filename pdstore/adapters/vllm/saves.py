@@ -78,7 +78,7 @@ class Saves:
         return self._tables.with_named_states
 
     def hold_answer_states(self, request: Any) -> None:
-        """Holds the last states of a request's answer that vLLM keeps, until the request ends.
+        """Until a request ends, holds the last of the states in its answer that vLLM keeps.
 
         A request that was preempted gets none: its blocks may just be those that it lacked.
         """
