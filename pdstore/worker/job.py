@@ -103,7 +103,7 @@ class Work(Generic[Item]):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many leading tokens of the prompt have been moved by now; how many with drafts' KV.
+        """The number of leading tokens that have been moved by now, and of those with drafts' KV.
 
         The caller holds `lock`.
         """
