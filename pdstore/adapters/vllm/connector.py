@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
 from pdstore.adapters.vllm.contents import Contents
+from pdstore.adapters.vllm.layers import report_computed
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import (
     log_where_vllm_logs,
@@ -215,6 +216,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
+        report_computed(self._vllm_config, kv_caches, self._note_layer)
 
     def get_handshake_metadata(self) -> RankLayout | None:
         return self.worker.handshake()  # vLLM calls this at the end of its start
@@ -257,8 +259,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """Does nothing: loads are asynchronous."""
 
     @degrades(lambda: None)
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+    def _note_layer(self, layer_name: str) -> None:
         self.worker.open_saves.layer_done(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        self._note_layer(layer_name)
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from pdstore.adapters.vllm.tables import is_state, order_of_states, specs_of, specs_of_model
@@ -150,6 +151,20 @@ def joined(gathered: Sequence[Layers | str], stage: int) -> tuple[Layers, Pipeli
         stage_of |= dict.fromkeys(each, number)
     layers = in_order(layers)
     return layers, Pipeline(tuple(stage_of[name] for name in layers), stage)
+
+
+def report_computed(vllm_config: Any, names: Iterable[str], report: Callable[[str], None]) -> None:
+    """Makes `report` be called with a layer's name when the layer is queued, where vLLM does not.
+
+    vLLM calls a connector's hooks from the operation that most models attend with. DeepSeek V3.2
+    and GLM-5 go without it: their `MLAAttention` has a `forward` of its own. It writes the layer's
+    KV and its indexer's page, so both are queued when it returns. A step that replays CUDA graphs
+    does not call `forward`.
+    """
+    for name in names:
+        module = _module(vllm_config, name)
+        if isinstance(module, MLAAttention) and type(module).forward is not MLAAttention.forward:
+            module.register_forward_hook(lambda *_, name=name: report(name))
 
 
 def page_of(vllm_config: Any, layer: str) -> str:
