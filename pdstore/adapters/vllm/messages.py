@@ -31,6 +31,7 @@ class LoadSpec:
     """One load into the blocks of `block_ids`.
 
     plan: None if nothing is to be loaded; all blocks of the load are then reported as not filled.
+    num_left: tokens of the request that vLLM computes in the step behind the load.
     weights: `KnownWeights.generations` when it was planned; a rank that has others refuses it.
     number: always None, because only saves have numbers.
     """
@@ -38,6 +39,7 @@ class LoadSpec:
     request_id: str
     plan: LoadPlan | None
     block_ids: Tables
+    num_left: int = 1
     weights: Mapping[int, int] = field(default_factory=dict)
     number: None = None
 

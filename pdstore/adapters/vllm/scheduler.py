@@ -92,7 +92,7 @@ class PDStoreConnectorScheduler:
         self._bypassing: set[str] = set()
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._step_timeout_left_s = self.step_timeout_s
-        self._loads: list[tuple[str, LoadPlan | None, Tables]] = []
+        self._loads: list[tuple[str, LoadPlan | None, Tables, int]] = []
         self._aborted: list[HandoffId] = []
         self._answers: list[SaveSpec] = []
 
@@ -205,7 +205,7 @@ class PDStoreConnectorScheduler:
         plan = state.plan_load(end, room)
         num_blocks = self._blocks_of(plan.keys.num_tokens)
         tables = self.saves.states.message(block_ids, num_blocks, states)
-        self._loads.append((request_id, plan, tables))
+        self._loads.append((request_id, plan, tables, request.num_tokens - end))
         self._unsettled.add(request_id)  # again, if it was preempted: a save heals what is missing
 
     def fail_load(self, request_id: str, block_ids: BlockIds, num_external: int) -> None:
@@ -215,7 +215,7 @@ class PDStoreConnectorScheduler:
         num_blocks = len(self.saves.states.token_table(block_ids))
         first = num_blocks - self._blocks_of(num_external)
         tables = self.saves.states.message([table[first:] for table in block_ids], num_blocks)
-        self._loads.append((request_id, None, tables))
+        self._loads.append((request_id, None, tables, num_external))
 
     def add_loads(self, metadata: PDStoreConnectorMetadata) -> None:
         """Adds the queued loads, saves of answers and aborted hand-offs to a step's metadata."""

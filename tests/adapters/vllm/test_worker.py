@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from pdstore import LayerSpec, Layout
+from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.weights import WeightsWatch
 from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
@@ -89,6 +91,48 @@ def test_a_load_of_a_request_that_has_ended_is_cancelled(worker, instance):
     eventually(lambda: worker.end_loads({"request"})[0])
     [end] = worker.pop_report().ended
     assert end.reason is Reason.CANCELLED
+
+
+class Clock:
+    """A clock that goes on by 8 ms whenever it is read."""
+
+    def __init__(self):
+        self.ticks = 0
+
+    def monotonic(self):
+        self.ticks += 1
+        return self.ticks / 128
+
+
+@pytest.mark.parametrize(
+    ("num_left", "ends_with_it", "polls"),
+    [(64, False, 2), (64, True, 1), (1, False, 1)],
+    ids=["waits as long again as it took", "all have ended", "one token is left"],
+)
+def test_a_load_that_leaves_a_prefill_is_reported_with_those_that_began_with_it(
+    worker, instance, monkeypatch, num_left, ends_with_it, polls
+):
+    """Their prompts then share a step. The other load waits for a hand-off that never comes."""
+    keys = instance.cache.keys(range(200))
+    instance.pool.save(keys, IDS).wait(10)
+    clock = Clock()
+    monkeypatch.setattr(worker_module, "time", clock)
+    plan = LoadPlan(keys, 0, 200)
+    if not ends_with_it:
+        plan = LoadPlan(instance.cache.keys(range(1, 201)), 0, 200, HandoffId.new())
+    other = LoadSpec("other", plan, [IDS], num_left)
+    one = LoadSpec("one", LoadPlan(keys.prefix(64), 0, 64), [IDS], num_left)
+    begin_loads(worker, one, other)  # ticks 1 and 2
+    eventually(lambda: clock.ticks == (4 if ends_with_it else 3))
+    time.sleep(0.05)  # what the tick was for
+    ended: set[str] = set()
+    reports = 0
+    while "one" not in ended:
+        ended |= worker.end_loads()[0]
+        reports += 1
+    assert reports == polls
+    assert ("other" in ended) == ends_with_it
+    worker.end_loads({"other"})
 
 
 def test_with_a_window_a_load_fails_whole(worker, instance):
@@ -217,7 +261,7 @@ def test_after_weights_were_written_a_rank_refuses_what_was_planned_before(worke
     assert report.released == {7: 1}
     failed = handoff.failed(instance.namespace)
     eventually(lambda: instance.store.match([failed]) == 1)
-    assert not load(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS], {0: 1}))
+    assert not load(worker, LoadSpec("request", LoadPlan(keys, 0, 200), [IDS], weights={0: 1}))
 
 
 def test_a_load_that_runs_while_weights_are_written_does_not_count(worker, instance, model):
