@@ -16,9 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.models import deepseek_v2
-from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 from vllm.utils import deep_gemm
 from vllm.v1.kv_cache_interface import (
     HiSparseHotSpec,
@@ -34,7 +32,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from pdstore import JobResult, KVPool, LayerSpec, PrefixCacheManager
 from pdstore.adapters.vllm.contents import PLAIN
 from pdstore.adapters.vllm.describe import keys_of, layout_of, refuse_unsupported
-from pdstore.adapters.vllm.layers import report_computed, views_of
+from pdstore.adapters.vllm.layers import views_of
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
 from pdstore.errors import ConfigError, LayoutError, Reason
@@ -331,39 +329,6 @@ def test_a_page_counts_as_computed_when_its_layers_attention_is_reported(caches)
     for name in LATENTS:
         saves.layer_done(name)
     assert counts == [2, 4]
-
-
-class OwnForward(MLAAttention):
-    """Attends by itself, as DeepSeek V3.2's attention does: vLLM calls no hook of a connector."""
-
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-
-    def forward(self, hidden):
-        return hidden + 1
-
-
-class CommonForward(OwnForward):
-    """Attends by the operation from which vLLM calls the hooks."""
-
-    forward = MLAAttention.forward
-
-    def register_forward_hook(self, *args, **kwargs):
-        raise AssertionError("vLLM reports this layer")
-
-
-def test_vllms_attention_of_these_models_has_a_forward_of_its_own():
-    assert issubclass(DeepseekV32Attention, MLAAttention)
-    assert DeepseekV32Attention.forward is not MLAAttention.forward
-
-
-def test_a_layer_that_vllm_does_not_report_is_reported_when_its_forward_returns(caches):
-    made = caches()
-    made.modules |= zip(LATENTS, [CommonForward(), OwnForward()], strict=True)
-    reported: list[str] = []
-    report_computed(made.config, NAMES, reported.append)
-    assert made.modules[LATENTS[1]](torch.zeros(1)).item() == 1
-    assert reported == [LATENTS[1]]
 
 
 def test_a_salted_request_has_no_keys(caches, half):

@@ -11,17 +11,16 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
-from pdstore import LayerSpec, Layout
 from pdstore.adapters.vllm import worker as worker_module
 from pdstore.adapters.vllm.messages import LoadSpec, PDStoreConnectorMetadata, SaveSpec
 from pdstore.adapters.vllm.weights import WeightsWatch
-from pdstore.adapters.vllm.worker import OpenSaves, PDStoreConnectorWorker
+from pdstore.adapters.vllm.worker import PDStoreConnectorWorker
 from pdstore.errors import Reason
 from pdstore.format.handoff import HandoffId
 from pdstore.format.plan import Announcement, LoadPlan, SavePlan
 from tests.adapters.vllm.standins import GROUP, vllm_config
 from tests.support.kv import Instance, eventually, settings_of
-from tests.support.states import NO_WINDOW, StateInstance
+from tests.support.states import StateInstance
 
 IDS = list(range(1, 21))
 
@@ -312,65 +311,3 @@ def test_a_state_fills_one_row_and_a_block_of_tokens_four(store, closed_after, h
         assert torch.equal(d.caches[0][2], p.caches[0][20])
         assert torch.equal(d.caches[2][1], p.caches[2][21])
         assert torch.equal(d.caches[1][36:40], p.caches[1][12:16])
-
-
-FULL = LayerSpec(2, 8, table=1)
-STATE = NO_WINDOW[0]
-
-
-@pytest.mark.parametrize(
-    ("layers", "done"),
-    [
-        ([STATE, FULL, STATE, FULL], {"b": [2], "d": [4]}),
-        ([FULL, STATE, FULL, STATE], {"a": [], "c": [3]}),  # range 0 ends with a state
-        ([STATE, STATE, FULL, STATE], {"c": [3]}),
-    ],
-)
-def test_a_state_counts_as_computed_when_a_later_layer_is_reported(layers, done):
-    layout = Layout.of(
-        settings_of(layer_ranges=2),
-        dtype="float32",
-        layers=layers,
-        engine_block_tokens=16,
-        rope="",
-        boundary_tokens=64,
-    )
-    counts: list[int] = []
-    saves = OpenSaves(layout, ["a", "b", "c", "d"])
-    saves.add(SimpleNamespace(layers_done=lambda n, **_: counts.append(n)))
-    seen = {}
-    for name in done:
-        counts.clear()
-        saves.layer_done(name)
-        seen[name] = [*counts]
-    assert seen == done
-    counts.clear()
-    saves.end_step()
-    assert counts == [4]
-
-
-@pytest.mark.parametrize(
-    ("order", "done"),
-    [("abcdef", {"b": 2, "d": 4, "f": 6}), ("bdface", {"a": 2, "c": 4, "e": 6})],
-    ids=["the layout's", "by tables"],
-)
-def test_a_range_is_saved_when_all_layers_so_far_are_reported_in_any_order(order, done):
-    layout = Layout.of(
-        settings_of(layer_ranges=3),
-        dtype="float32",
-        layers=[FULL] * 6,
-        engine_block_tokens=16,
-        rope="",
-    )
-    counts: list[int] = []
-    saves = OpenSaves(layout, list("abcdef"))
-    for _ in range(2):  # steps
-        saves.add(SimpleNamespace(layers_done=lambda n, **_: counts.append(n)))
-        seen = {}
-        for name in order:
-            counts.clear()
-            saves.layer_done(name)
-            if counts:
-                [seen[name]] = counts
-        assert seen == done
-        saves.end_step()
