@@ -216,7 +216,7 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
-        report_computed(self._vllm_config, kv_caches, self._note_layer)
+        report_computed(self._vllm_config, kv_caches, self.save_kv_layer)
 
     def get_handshake_metadata(self) -> RankLayout | None:
         return self.worker.handshake()  # vLLM calls this at the end of its start
@@ -259,11 +259,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """Does nothing: loads are asynchronous."""
 
     @degrades(lambda: None)
-    def _note_layer(self, layer_name: str) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any = None, attn_metadata: Any = None, **kwargs: Any
+    ) -> None:
         self.worker.open_saves.layer_done(layer_name)
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
-        self._note_layer(layer_name)
 
     @degrades(lambda: None)
     def wait_for_save(self) -> None:
