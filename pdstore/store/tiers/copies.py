@@ -118,8 +118,10 @@ class Copier:
     """Copies values of the first tier down, on a thread that the first `add` starts.
 
     It reads a batch of values from the first tier, verifies them, and puts them into the lower one.
-    A value that is gone from the first tier, or is wrong there, counts as lost. A value that the
-    lower tier refuses, and all that wait behind a value that is not copied, count as given up.
+    Then it asks the first tier again: what is gone from there by now, another process may have
+    cleared before the copy, so it is removed below. A value that is gone from the first tier, or is
+    wrong there, counts as lost. A value that the lower tier refuses, and all that wait behind a
+    value that is not copied, count as given up.
 
     is_out: returns True while the lower tier does not answer; keys then wait.
     is_right: verifies a value.
@@ -140,6 +142,7 @@ class Copier:
         self._first = first
         self._lower = lower
         self._finder = lower.optional(FindsKeys)
+        self._finder_above = first.optional(FindsKeys)
         self._is_out = is_out
         self._is_right = is_right
         self._bytes_per_s = bytes_per_s
@@ -218,29 +221,32 @@ class Copier:
 
     def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> int:
         """Copies values that the lower tier lacks; returns how many of them are given up."""
-        missing = self._missing([key for key, _ in batch])
+        missing = _missing(self._finder, [key for key, _ in batch])
         keys = [key for key, _ in batch if key in missing]
         slots = self._slots([size for key, size in batch if key in missing])
         if not keys:
             return 0
         num_right = self._read(keys, slots)
-        num_copied = 0
-        if num_right:
-            keys_there = keys[:num_right]
-            with contextlib.suppress(StoreClosed):
-                num_copied = _num_done(self._lower, self._lower.put, keys_there, slots)
-        self._counts["copied"] += num_copied
+        num_copied = self._write(keys[:num_right], slots)
         is_lost = num_copied == num_right < len(keys)
         self._counts["lost"] += is_lost
         return len(keys) - num_copied - is_lost
 
-    def _missing(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Returns the keys that the lower tier lacks; all, if it cannot tell."""
-        if self._finder is not None:
+    def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Puts values into the lower tier; returns how many leading ones it took."""
+        num_copied = 0
+        gone: set[BlockKey] = set()
+        if keys:
+            with contextlib.suppress(StoreClosed):
+                num_copied = _num_done(self._lower, self._lower.put, keys, slots)
+        if num_copied and self._finder_above is not None:
+            gone = _missing(self._finder_above, keys[:num_copied])
+        if gone:
             with contextlib.suppress(StoreError):
-                answers = zip(keys, self._finder.which_stored(keys), strict=True)
-                return {key for key, is_there in answers if not is_there}
-        return set(keys)
+                self._lower.remove(list(gone))
+        self._counts["lost"] += len(gone)
+        self._counts["copied"] += num_copied - len(gone)
+        return num_copied
 
     def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Reads values from the first tier; returns how many leading ones are there and right."""
@@ -256,6 +262,15 @@ class Copier:
         if len(self._memory) < num_bytes:
             self._memory = self._first.allocate(max(num_bytes, BATCH_BYTES))
         return Slots(self._memory, slot_bytes, range(len(sizes)), sizes)
+
+
+def _missing(finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    """Returns the keys that a tier lacks; all, if it cannot tell."""
+    if finder is not None:
+        with contextlib.suppress(StoreError):
+            answers = zip(keys, finder.which_stored(keys), strict=True)
+            return {key for key, is_there in answers if not is_there}
+    return set(keys)
 
 
 def _num_done(
