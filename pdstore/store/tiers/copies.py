@@ -159,7 +159,9 @@ class Copier:
     @property
     def counts(self) -> Mapping[str, int]:
         """How many values were copied, given up and lost so far."""
-        return {**self._counts, "given_up": self._queue.num_given_up}
+        counts = self._counts
+        given_up = self._queue.num_given_up
+        return {"copied": counts["copied"], "given_up": given_up, "lost": counts["lost"]}
 
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Queues the keys of one put, with the lengths of their values."""
