@@ -257,6 +257,7 @@ class Place(NamedTuple):
     encrypted_scheme: what the URL should begin with, if it sends KV and the password to another
       host without encryption.
     why_two: text that says why this URL may name two places, as an end of a sentence.
+    below: the places of the tiers below, if there are several URLs.
     """
 
     reach: Reach = Reach.SHARED
@@ -266,8 +267,14 @@ class Place(NamedTuple):
     locks_memory: bool = False
     encrypted_scheme: str | None = None
     why_two: str = ""
+    below: tuple[Place, ...] = ()
 
     @property
     def missing_path(self) -> Path | None:
         """The file or directory that opening the store would make; None if there is nothing."""
         return None if self.path is None or self.path.exists() else self.path
+
+    @property
+    def tiers(self) -> Sequence[Place]:
+        """The places of all tiers, this one first."""
+        return [self, *self.below]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
@@ -13,13 +14,15 @@ from pdstore.errors import BadValue, ConfigError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, num_done_of
+from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, log_once, num_done_of
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers.lower import Limits, LowerTier
 from pdstore.store.tiers.offers import is_for_all_tiers, optional_of
 from pdstore.store.url import Place, Reach, StoreURL
 from pdstore.threads import Deadline
+
+log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `remove` and `clear` wait until a copy under way has ended
 _CLOSE_S = 0.5
@@ -76,6 +79,11 @@ class TieredStore(Store):
                 stores.append(open_store(text, settings))
                 undo.callback(stores[-1].close)
             undo.pop_all()
+        limit = ", ".join(
+            f"{each.label} (copy up to {of.copy_bytes_per_s / 1e6:g} MB/s)"
+            for each, of in zip(others, limits, strict=True)
+        )
+        log_once(log, f"P and D meet in {first.label}; blocks are copied down to {limit}")
         if settings.seal_key_file is None:
             return cls(stores, limits)
         return cls(stores, limits, is_right=lambda _: True)  # sealed values are verified at a load
@@ -93,12 +101,14 @@ class TieredStore(Store):
         """Returns the place of the first tier, which decides whether P and D meet."""
         first, *others = url.tiers
         found = place_of(first.text, settings)
-        below = [place_of(_without_limits(each), settings) for each in others]
+        below = tuple(place_of(_without_limits(each), settings) for each in others)
         trial = found.trial_url
         if trial is not None:
             trial = " ".join([trial, *(each.text for each in others)])
         return found._replace(
-            trial_url=trial, locks_memory=any(each.locks_memory for each in (found, *below))
+            trial_url=trial,
+            locks_memory=any(each.locks_memory for each in (found, *below)),
+            below=below,
         )
 
     @property
