@@ -17,7 +17,7 @@ _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
 """Matches a URL's text up to the end of the first host, and then the list of the other hosts."""
 _VARIABLE = re.compile(r"\$(\{\w+\}|\(\w+\)|[A-Z_][A-Z0-9_]+)")
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
-_TIER = re.compile(r"\s+(?=[a-z][a-z0-9+.-]*://)")
+_TIER = re.compile(r"(?<=\S)\s+(?=[a-z][a-z0-9+.-]*://)")
 """Matches the blanks between two of several URLs."""
 _MILLISECONDS = re.compile("([0-9.]+)ms")
 _BLANK = (

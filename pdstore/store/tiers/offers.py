@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pdstore.format import block
 from pdstore.format.geometry import Geometry
 from pdstore.format.keys import BlockKey, Kind, Part, kind_of
+from pdstore.store.base import Store
 from pdstore.store.optional import (
     ALL_KEYS,
     DoubtsServer,
@@ -25,11 +26,24 @@ from pdstore.store.optional import (
 )
 from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
 
-if TYPE_CHECKING:
-    from pdstore.store.tiers.store import TieredStore
-
 A = TypeVar("A")
 P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The parts of a TieredStore that its optional calls use.
+
+    tiers: the stores, the fastest first.
+    which_in: returns which keys the tier of a number has.
+    copy_down: queues copies of what the first tier has stored, of values of the given lengths.
+    problems: returns for each lower tier why it is out, or None.
+    """
+
+    tiers: Sequence[Store]
+    which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
+    copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
+    problems: Callable[[], Sequence[str | None]]
 
 
 def is_for_all_tiers(key: BlockKey) -> bool:
@@ -37,42 +51,42 @@ def is_for_all_tiers(key: BlockKey) -> bool:
     return kind_of(key) is Kind.BLOCK
 
 
-def optional_of(whole: TieredStore, protocol: type) -> object | None:
+def optional_of(stack: Stack, protocol: type) -> object | None:
     """Returns an object with a protocol's calls for all tiers; None if the tiers lack them."""
     if protocol is HasTiers:
-        return whole
+        return stack
     if protocol is TellsChanges:  # what callers wait for is in the first tier
-        return whole.first.optional(protocol)
+        return stack.tiers[0].optional(protocol)
     make = _MAKERS.get(protocol)
-    return make(whole) if make is not None else None
+    return make(stack) if make is not None else None
 
 
-def _in_each(whole: TieredStore, protocol: type[P]) -> list[P] | None:
+def _in_each(stack: Stack, protocol: type[P]) -> list[P] | None:
     """Returns what each tier offers for a protocol; None if one of them lacks it."""
-    found = [each for store in whole.tiers if (each := store.optional(protocol)) is not None]
-    return found if len(found) == len(whole.tiers) else None
+    found = [each for store in stack.tiers if (each := store.optional(protocol)) is not None]
+    return found if len(found) == len(stack.tiers) else None
 
 
 class _Finder:
     """FindsKeys: asks each tier for what those above lack."""
 
-    def __init__(self, whole: TieredStore) -> None:
-        self._whole = whole
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        found = list(self._whole.which_in(0, keys))
-        for number in range(1, len(self._whole.tiers)):
+        found = list(self._stack.which_in(0, keys))
+        for number in range(1, len(self._stack.tiers)):
             rest = [i for i in range(len(keys)) if not found[i] and is_for_all_tiers(keys[i])]
             if not rest:
                 break
-            answers = self._whole.which_in(number, [keys[i] for i in rest])
+            answers = self._stack.which_in(number, [keys[i] for i in rest])
             for i, is_there in zip(rest, answers, strict=True):
                 found[i] = is_there
         return found
 
 
-def _finder(whole: TieredStore) -> FindsKeys | None:
-    return _Finder(whole) if _in_each(whole, FindsKeys) is not None else None
+def _finder(stack: Stack) -> FindsKeys | None:
+    return _Finder(stack) if _in_each(stack, FindsKeys) is not None else None
 
 
 class _Lister:
@@ -94,27 +108,27 @@ class _Lister:
         return next((length for length in lengths if length is not None), None)
 
 
-def _lister(whole: TieredStore) -> ListsValues | None:
-    tiers = _in_each(whole, ListsValues)
+def _lister(stack: Stack) -> ListsValues | None:
+    tiers = _in_each(stack, ListsValues)
     return _Lister(tiers) if tiers is not None else None
 
 
 class _Room:
     """TellsRoom: the room of the first tier, and as its problem also that of a lower tier."""
 
-    def __init__(self, whole: TieredStore, inner: TellsRoom) -> None:
-        self._whole = whole
+    def __init__(self, stack: Stack, inner: TellsRoom) -> None:
+        self._stack = stack
         self._inner = inner
 
     def room(self) -> Room:
         room = self._inner.room()
-        problems = [room.problem, *(tier.problem for tier in self._whole.lower)]
+        problems = [room.problem, *self._stack.problems()]
         return room._replace(problem=next(filter(None, problems), None))
 
 
-def _room(whole: TieredStore) -> TellsRoom | None:
-    inner = whole.first.optional(TellsRoom)
-    return _Room(whole, inner) if inner is not None else None
+def _room(stack: Stack) -> TellsRoom | None:
+    inner = stack.tiers[0].optional(TellsRoom)
+    return _Room(stack, inner) if inner is not None else None
 
 
 class _ByUse:
@@ -129,16 +143,16 @@ class _ByUse:
         return None
 
 
-def _by_use(whole: TieredStore) -> EvictsByUse | None:
-    inner = whole.first.optional(EvictsByUse)
+def _by_use(stack: Stack) -> EvictsByUse | None:
+    inner = stack.tiers[0].optional(EvictsByUse)
     return _ByUse(inner) if inner is not None else None
 
 
 class _Doubts:
     """DoubtsServer: the doubts of every tier that has some, each named by its tier's label."""
 
-    def __init__(self, whole: TieredStore) -> None:
-        self._stores = whole.tiers
+    def __init__(self, stack: Stack) -> None:
+        self._stores = stack.tiers
 
     def server_doubts(self) -> Iterator[ServerDoubt]:
         for store in self._stores:
@@ -158,28 +172,28 @@ class _Origins:
         return "; ".join(tier.origins for tier in self._tiers)
 
 
-def _origins(whole: TieredStore) -> TellsOrigins | None:
-    tiers = [each for store in whole.tiers if (each := store.optional(TellsOrigins)) is not None]
+def _origins(stack: Stack) -> TellsOrigins | None:
+    tiers = [each for store in stack.tiers if (each := store.optional(TellsOrigins)) is not None]
     return _Origins(tiers) if tiers else None
 
 
 class _Mover:
     """MovesValues: the first tier's way, whose saves are copied down as those of `put` are."""
 
-    def __init__(self, whole: TieredStore, inner: MovesValues) -> None:
-        self._whole = whole
+    def __init__(self, stack: Stack, inner: MovesValues) -> None:
+        self._stack = stack
         self._inner = inner
 
     def transfer(self, context: TransferContext) -> Transfer | None:
-        hook = _SaveHook(self._whole, context.geometry)
+        hook = _SaveHook(self._stack, context.geometry)
         return self._inner.transfer(replace(context.through(hook), may_lie_elsewhere=True))
 
 
 class _SaveHook:
     """A CallHook that sees the saves of a transfer, which `TieredStore.put` does not."""
 
-    def __init__(self, whole: TieredStore, geometry: Geometry) -> None:
-        self._whole = whole
+    def __init__(self, stack: Stack, geometry: Geometry) -> None:
+        self._stack = stack
         self._sizes = {
             part: block.HEADER_BYTES + of.payload_bytes(geometry.block_tokens)
             for part, of in geometry.parts.items()
@@ -190,7 +204,7 @@ class _SaveHook:
     ) -> Moved[A]:
         moved = call()
         if verb == "put" and moved.error is None:  # after an error the save is made again
-            self._whole.copy_down(keys, list(map(self._size_of, keys)))
+            self._stack.copy_down(keys, list(map(self._size_of, keys)))
         return moved
 
     def _size_of(self, key: BlockKey) -> int:
@@ -201,12 +215,12 @@ class _SaveHook:
         return self._sizes[Part(int(group.partition(".")[0]), int(shard))]
 
 
-def _mover(whole: TieredStore) -> MovesValues | None:
-    inner = whole.first.optional(MovesValues)
-    return _Mover(whole, inner) if inner is not None else None
+def _mover(stack: Stack) -> MovesValues | None:
+    inner = stack.tiers[0].optional(MovesValues)
+    return _Mover(stack, inner) if inner is not None else None
 
 
-_MAKERS: Mapping[type, Callable[[TieredStore], object | None]] = {
+_MAKERS: Mapping[type, Callable[[Stack], object | None]] = {
     FindsKeys: _finder,
     ListsValues: _lister,
     TellsRoom: _room,

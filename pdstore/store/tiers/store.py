@@ -18,7 +18,7 @@ from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, log_once, n
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers.lower import Limits, LowerTier
-from pdstore.store.tiers.offers import is_for_all_tiers, optional_of
+from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
 from pdstore.store.url import Place, Reach, StoreURL
 from pdstore.threads import Deadline
 
@@ -46,6 +46,7 @@ class TieredStore(Store):
     every tier, wait for copies of this process that are under way, and drop what waits. A copy that
     another process has queued may bring a cleared value back.
 
+    first, lower: the first tier's store, and the lower tiers. tiers: the stores of all of them.
     is_right: verifies a value before it is copied down; a value that is wrong stays where it is.
     """
 
@@ -64,7 +65,14 @@ class TieredStore(Store):
             LowerTier(store, first, each, is_right)
             for store, each in zip(others, of_lower, strict=True)
         ]
+        self.tiers = [first, *(tier.store for tier in self.lower)]
         self._finders = [store.optional(FindsKeys) for store in self.tiers]
+        self._stack = Stack(
+            self.tiers,
+            self.which_in,
+            self.copy_down,
+            problems=lambda: [tier.problem for tier in self.lower],
+        )
         self._lifecycle = Lifecycle(self.label)
 
     @classmethod
@@ -110,11 +118,6 @@ class TieredStore(Store):
             locks_memory=any(each.locks_memory for each in (found, *below)),
             below=below,
         )
-
-    @property
-    def tiers(self) -> Sequence[Store]:
-        """The stores of the tiers, the fastest first."""
-        return [self.first, *(tier.store for tier in self.lower)]
 
     @property
     def lease_s(self) -> float:
@@ -202,7 +205,7 @@ class TieredStore(Store):
         return total
 
     def optional(self, protocol: type[P]) -> P | None:
-        return cast("P | None", optional_of(self, protocol))
+        return cast("P | None", optional_of(self._stack, protocol))
 
     def close(self) -> None:
         if not self._lifecycle.end():
