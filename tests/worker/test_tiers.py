@@ -65,6 +65,15 @@ def test_what_is_saved_in_place_is_copied_down_and_loaded_in_place(p, d, store, 
     assert set(arena.calls) == {"start_scatter", "confirm"}
 
 
+@pytest.mark.parametrize("changes", [{"layer_ranges": 3}, {"draft": "a draft"}, {"native": "off"}])
+def test_each_part_of_a_block_goes_down(instance, store, files, changes):
+    p = instance(range_bytes=BLOCK_BYTES, **changes)
+    keys = saved(p, store)
+    assert files.which_stored(keys) == [True] * len(keys)
+    counts = store.codes()
+    assert (counts["tier1_copied"] >= len(keys), counts["tier1_lost"]) == (True, 0)
+
+
 def test_the_bytes_below_are_those_of_the_arena(p, store, arena, files):
     keys = saved(p, store)
     assert get(files, keys, [SIZE] * BLOCKS) == get(arena, keys, [SIZE] * BLOCKS)

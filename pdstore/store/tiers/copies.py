@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pdstore.errors import StoreClosed, StoreError, StoreTimeout
+from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.optional import FindsKeys
@@ -38,7 +38,7 @@ class CopyQueue:
         self._changed = threading.Condition()
         self._puts: deque[_Put] = deque()
         self._waiting: set[BlockKey] = set()
-        self._is_copying = False
+        self._taken: _Put | None = None  # the put of which keys are being copied
         self.num_bytes = 0
         self.num_given_up = 0
 
@@ -71,38 +71,37 @@ class CopyQueue:
                     break
                 taken.append(put.popleft())
                 self._forget(*taken[-1])
-            self._is_copying = bool(taken)
+            self._taken = put if taken else None
         return taken
 
     def end(self, num_given_up: int) -> None:
         """Ends what `take` began. If values were given up, so is what waits behind them."""
         with self._changed:
-            if num_given_up and self._puts:
-                num_given_up += len(self._puts[0])
-                for pair in self._puts.popleft():
-                    self._forget(*pair)
+            while num_given_up and self._taken:
+                self._forget(*self._taken.pop())
+                num_given_up += 1
             self.num_given_up += num_given_up
-            self._is_copying = False
+            self._taken = None
             self._changed.notify_all()
 
     def drop(self, is_dropped: Callable[[BlockKey], bool]) -> None:
         """Forgets waiting keys, which are not counted as given up."""
         with self._changed:
-            for number, put in enumerate(self._puts):
-                kept = _Put()
-                for key, size in put:
+            for put in self._puts:
+                pairs = list(put)
+                put.clear()
+                for key, size in pairs:
                     if is_dropped(key):
                         self._forget(key, size)
                     else:
-                        kept.append((key, size))
-                self._puts[number] = kept
+                        put.append((key, size))
             self._changed.notify_all()
 
     def wait_until_empty(self, timeout_s: float) -> bool:
         """Waits until no key waits and no copy is under way; returns False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._waiting and not self._is_copying, timeout_s
+                lambda: not self._waiting and self._taken is None, timeout_s
             )
 
     def _forget(self, key: BlockKey, size: int) -> None:
@@ -174,19 +173,18 @@ class Copier:
 
     @contextlib.contextmanager
     def stopped(self, is_dropped: Callable[[BlockKey], bool], timeout_s: float) -> Iterator[None]:
-        """Drops waiting keys and waits for copies under way; begins no copy before the end.
+        """Drops waiting keys and waits for the copy under way; begins no copy before the end.
 
-        Raises StoreTimeout if a copy is still under way after `timeout_s`.
+        If that copy has not ended after `timeout_s`, goes on beside it: the copier itself removes
+        what it has copied and is gone from the first tier by then.
         """
-        if not self._copying.acquire(timeout=timeout_s):
-            raise StoreTimeout(
-                f"{self._lower.label}: a copy from {self._first.label} is still under way"
-            )
+        has_ended = self._copying.acquire(timeout=timeout_s)
         try:
             self._queue.drop(is_dropped)
             yield
         finally:
-            self._copying.release()
+            if has_ended:
+                self._copying.release()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all values are copied; returns False after `timeout_s`."""

@@ -86,7 +86,10 @@ class LowerTier:
         """Searches the tier; returns `otherwise` if it is out, fails, or takes too long."""
         if self.is_out:
             return otherwise
-        beside = CallBeside("pdstore-tier-look", search)
+        try:
+            beside = CallBeside("pdstore-tier-look", search)
+        except RuntimeError:  # no thread can start now
+            return otherwise
         if not beside.has_ended(self._look_s):
             self._late = beside
             return otherwise

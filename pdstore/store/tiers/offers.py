@@ -204,14 +204,13 @@ class _SaveHook:
     ) -> Moved[A]:
         moved = call()
         if verb == "put" and moved.error is None:  # after an error the save is made again
-            self._stack.copy_down(keys, list(map(self._size_of, keys)))
+            blocks = [key for key in keys if is_for_all_tiers(key)]
+            self._stack.copy_down(blocks, list(map(self._size_of, blocks)))
         return moved
 
     def _size_of(self, key: BlockKey) -> int:
         """Returns the length of a block's value, by the part that its key names."""
         group, shard = key.split(":")[2:4]
-        if group == "handoff":
-            return 0
         return self._sizes[Part(int(group.partition(".")[0]), int(shard))]
 
 

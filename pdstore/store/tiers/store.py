@@ -166,12 +166,18 @@ class TieredStore(Store):
         if not any(map(is_for_all_tiers, keys)):
             self.first.remove(keys)
             return
-        self._in_all_tiers(lambda store: store.remove(keys), frozenset(keys).__contains__)
+        failed = self._in_all_tiers(lambda store: store.remove(keys), set(keys).__contains__)
+        for error in failed:  # the tier is out; a load that reads the value there removes it then
+            log.warning("not removed from a lower tier: %s", error)
 
     def clear(self, namespace: str) -> None:
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        self._in_all_tiers(lambda store: store.clear(namespace), lambda key: key.startswith(prefix))
+        failed = self._in_all_tiers(
+            lambda store: store.clear(namespace), lambda key: key.startswith(prefix)
+        )
+        if failed:
+            raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
 
     def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
@@ -282,18 +288,21 @@ class TieredStore(Store):
 
     def _in_all_tiers(
         self, call: Callable[[Store], None], is_dropped: Callable[[BlockKey], bool]
-    ) -> None:
-        """Makes a call of every tier while no value is copied; raises the first error at the end.
+    ) -> list[StoreError]:
+        """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made.
+        Raises the first tier's error, after the other calls.
         """
         deadline = Deadline(_COPY_TIMEOUT_S)
         with contextlib.ExitStack() as stopped:
             for tier in self.lower:
-                stopped.enter_context(tier.copier.stopped(is_dropped, deadline.remaining_s()))
-            errors = [_error_of(call, store) for store in self.tiers]
-        if any(errors):
-            raise next(filter(None, errors))
+                timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
+                stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
+            of_first, *others = [_error_of(call, store) for store in self.tiers]
+        if of_first is not None:
+            raise of_first
+        return [error for error in others if error is not None]
 
 
 def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:

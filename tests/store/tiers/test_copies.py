@@ -80,6 +80,17 @@ def test_a_block_that_is_given_up_takes_those_behind_it_in_its_put_along():
     assert [key for key, _ in queue.take(100 * SIZE)] == other
 
 
+def test_what_is_given_up_is_of_the_put_that_was_taken_whatever_comes_meanwhile():
+    queue = CopyQueue(most_bytes=4 * SIZE)
+    one, other = fresh_keys(2), fresh_keys(5)
+    queue.add(one, [SIZE] * 2)
+    assert [key for key, _ in queue.take(100 * SIZE)] == one
+    queue.add(other, [SIZE] * 5)
+    queue.end(num_given_up=1)
+    assert queue.num_given_up == 2
+    assert [key for key, _ in queue.take(100 * SIZE)] == other[:4]
+
+
 def test_a_batch_fits_its_memory_in_slots_of_the_largest_value():
     queue = CopyQueue(most_bytes=1 << 40)
     keys = fresh_keys(6)
