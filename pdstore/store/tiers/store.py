@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import cast
 
-from pdstore.errors import BadValue, ConfigError, StoreError
+from pdstore.errors import BadValue, ConfigError, StoreError, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
@@ -299,10 +299,16 @@ class TieredStore(Store):
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
                 stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
-            of_first, *others = [_error_of(call, store) for store in self.tiers]
+            of_first = _error_of(call, self.first)
+            errors = [
+                StoreUnavailable(tier.problem or tier.store.label)
+                if tier.is_out
+                else _error_of(call, tier.store)
+                for tier in self.lower
+            ]
         if of_first is not None:
             raise of_first
-        return [error for error in others if error is not None]
+        return [error for error in errors if error is not None]
 
 
 def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:

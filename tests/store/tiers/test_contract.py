@@ -6,6 +6,7 @@ import pytest
 
 from pdstore.settings import Settings
 from pdstore.store import open_store
+from pdstore.store.arena.store import ArenaStore
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests
@@ -43,6 +44,11 @@ class TestArenaOverFiles(Stacks):
     def open_stores(self, arena_of, tmp_path):
         return lambda: (arena_of(), FileStore(tmp_path / "files"))
 
+    @pytest.fixture
+    def small_store(self, open_tiers, library, tmp_path, name):
+        arena = ArenaStore(library, f"{name}-small", directory=tmp_path, size=3 << 20)
+        return open_tiers(arena, FileStore(tmp_path / "small", budget=40 * SIZE))
+
 
 class TestThreeTiers(Stacks):
     @pytest.fixture
@@ -52,6 +58,13 @@ class TestThreeTiers(Stacks):
             arena_of(),
             FileStore(tmp_path / "files"),
         )
+
+
+@pytest.mark.redis
+class TestArenaOverRedis(Stacks):
+    @pytest.fixture
+    def open_stores(self, arena_of, redis_url):
+        return lambda: (arena_of(), open_store(redis_url, Settings()))
 
 
 @pytest.mark.redis

@@ -213,6 +213,9 @@ def test_a_hung_tier_costs_one_look_an_outage_and_is_joined_again(open_tiers):
         for _ in range(200):
             assert store.match(keys) == 2
             assert get(store, keys, [SIZE] * 4) == values_of(keys[:2])
+        store.remove(keys[3:])
+        with pytest.raises(StoreError, match="not this one"):
+            store.clear("f" * 32)
         assert time.monotonic() - began_at < 0.2 * 50, "the others do not wait"
         assert store.optional(TellsRoom).room().problem is not None
     eventually(lambda: store.match(keys) == 4, 5)
