@@ -43,8 +43,9 @@ class TieredStore(Store):
     call fails; a lower tier that fails has nothing (`LowerTier`).
 
     Each process queues copies of its own puts. `close` drops the queue. `remove` and `clear` reach
-    every tier, wait for copies of this process that are under way, and drop what waits. A copy that
-    another process has queued may bring a cleared value back.
+    every tier, wait for copies of this process that are under way, and drop what waits. A copier of
+    another process removes below what is gone from the first tier when its copy ends; so only one
+    that is killed before, or has another first tier, may bring a cleared value back.
 
     first, lower: the first tier's store, and the lower tiers. tiers: the stores of all of them.
     is_right: verifies a value before it is copied down; a value that is wrong stays where it is.
