@@ -104,7 +104,8 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "store_codes",
-            "errors by the code from the store's library, and faults that `faulty+` makes",
+            "errors by the code from the store's library, faults that `faulty+` makes, and blocks"
+            " that were or were not copied to a lower tier",
             code=(),
         ),
         _counter("store_evictions", "values that the store evicted, if it tells"),

@@ -100,7 +100,8 @@ class Settings(BaseSettings):
     store: str = Field(
         "file://",
         repr=False,  # it may hold a password
-        description="Where the pool is, the same for P and D. `file://`: a directory of this user.",
+        description="Where the pool is, the same for P and D. `file://`: a directory of this user."
+        " Several URLs, separated by blanks, are tiers, the fastest first.",
     )
     role: Literal["both", "prefill", "decode"] = Field(
         "both",

@@ -1,4 +1,4 @@
-"""Worker, Ticker: named threads that survive errors and can be stopped. Deadline."""
+"""Worker, Ticker, CallBeside: named threads that survive errors. Deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pdstore.errors import DeviceError
 
@@ -131,6 +131,40 @@ class Ticker:
         after_an_error: float | None = 1.0
         pause = None if self._stopped else call_or(self._step, after_an_error)
         return math.inf if pause is None else time.monotonic() + pause
+
+
+class CallBeside(Generic[T]):
+    """A call of `function` on a thread of its own, which its caller may stop waiting for.
+
+    The call goes on until `function` returns, whether somebody waits for it or not.
+    """
+
+    def __init__(self, name: str, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._answers: list[T] = []
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Waits up to `timeout_s` for the end of the call; returns True if it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> T:
+        """Returns what the call returned, or raises its exception. The call must have ended."""
+        if self._error is not None:
+            raise self._error
+        return self._answers[0]
+
+    def _run(self) -> None:
+        assert self._function is not None
+        try:
+            self._answers.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._function = None
+            self._ended.set()
 
 
 def _as_exception(error: BaseException) -> Exception:

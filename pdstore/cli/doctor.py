@@ -40,7 +40,7 @@ from pdstore.sizing import ModelShape
 from pdstore.store import open_store
 from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
-from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom
+from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, tiers_of
 from pdstore.store.seal import seal_store
 from pdstore.store.url import Place
 from pdstore.worker.mover import check_values_fit
@@ -74,8 +74,9 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
     with _opened(settings, place) as plain:
         if "store" not in settings.model_fields_set:
             yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
-        if (tells := plain.optional(TellsOrigins)) is not None:
-            yield info(settings.store.partition("://")[0], tells.origins)
+        for tier in tiers_of(plain):
+            if (tells := tier.optional(TellsOrigins)) is not None:
+                yield info(tier.label.partition("://")[0], tells.origins)
         store = seal_store(plain, settings)
         tried = try_store(settings, store)
         yield tried
@@ -85,13 +86,19 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if tried.remedy == "":
             yield measure(settings, store, shape)
-        if place.path is not None:
-            path = place.path.resolve()
-            yield from check_pages(path, MOUNTS.read_text(), num_gpus, is_arena=place.is_memory)
+        yield from check_tiers(settings, plain, shape)
+        yield from _check_pages_of(place, num_gpus)
         if missing is not None and place.trial_url is not None:
             yield info("pool", f"there is no {missing} yet: the first P or D makes it")
         else:
             yield from _check_contents(plain)
+
+
+def _check_pages_of(place: Place, num_gpus: int) -> Iterator[Finding]:
+    for each in place.tiers:
+        if each.path is not None:
+            path = each.path.resolve()
+            yield from check_pages(path, MOUNTS.read_text(), num_gpus, is_arena=each.is_memory)
 
 
 @contextlib.contextmanager
@@ -105,6 +112,22 @@ def _opened(settings: Settings, place: Place) -> Iterator[Store]:
         if trial is not None:
             undo.callback(trial.unlink)
         yield store
+
+
+def check_tiers(settings: Settings, store: Store, shape: ModelShape | None) -> Iterator[Finding]:
+    """Yields findings about the tiers of a store that has several: each lower one is tried."""
+    first, *lower = tiers_of(store)
+    if lower:
+        yield info(
+            "tiers",
+            f"P and D meet in {first.label}; blocks that are copied below serve each instance that"
+            " has the same tiers: a directory must be the same one for all",
+        )
+    for number, tier in enumerate(lower, start=1):
+        yield info(f"tier {number}", tier.label)
+        tried = try_store(settings, seal_store(tier, settings))
+        for found in (tried, *check_room(tier, shape.kv_bytes() if shape else None)):
+            yield found._replace(subject=f"tier {number}: {found.subject}")
 
 
 def try_store(settings: Settings, store: Store) -> Finding:

@@ -16,7 +16,7 @@ from pdstore.native.library import load_library
 from pdstore.settings import Settings, setting_warnings
 from pdstore.status.server import settings_of
 from pdstore.store.connect import place_of
-from pdstore.store.url import Reach, without_secret
+from pdstore.store.url import Reach, urls_in, without_secret
 from pdstore.telemetry.spans import REMEDY, why_not_received
 
 _FEW_FILES = 1024
@@ -73,20 +73,21 @@ def _check_plugins(settings: Settings) -> Iterator[Finding]:
 
 def _check_place(settings: Settings) -> Iterator[Finding]:
     place = place_of(settings.store, settings)
-    scheme = settings.store.partition("://")[0]
+    schemes = [url.partition("://")[0] for url in urls_in(settings.store)]
     if place.reach is Reach.PROCESS:
         yield bad(
             "place",
-            f"{scheme}:// is in one process: P and D in two processes never meet there",
+            f"{schemes[0]}:// is in one process: P and D in two processes never meet there",
             "set PDSTORE_STORE to file://, shm:// or a server, the same for P and D",
         )
-    if place.encrypted_scheme is not None:
-        yield warn(
-            "encryption",
-            f"{scheme}:// sends KV and the password to another host without encryption",
-            f"write {place.encrypted_scheme} (and ?ca=FILE for an authority of your own), or use a"
-            " private network",
-        )
+    for scheme, each in zip(schemes, place.tiers, strict=True):
+        if each.encrypted_scheme is not None:
+            yield warn(
+                "encryption",
+                f"{scheme}:// sends KV and the password to another host without encryption",
+                f"write {each.encrypted_scheme} (and ?ca=FILE for an authority of your own), or use"
+                " a private network",
+            )
 
 
 def available_memory() -> int | None:

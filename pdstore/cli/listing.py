@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -31,7 +31,7 @@ from pdstore.settings import Settings, read_settings
 from pdstore.store import open_store
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
 from pdstore.store.connect import place_of
-from pdstore.store.optional import ALL_KEYS, ListsValues, StoredValue, TellsRoom
+from pdstore.store.optional import ALL_KEYS, ListsValues, Room, StoredValue, TellsRoom, tiers_of
 from pdstore.store.seal import seal_store
 from pdstore.store.wrappers import WrapperStore
 
@@ -46,11 +46,15 @@ _MAX_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
 
 
 class OpenPool(NamedTuple):
-    """A store, and `lists`, which lists its values in their stored form, even if encrypted."""
+    """A store, and `lists`, which lists its values in their stored form, even if encrypted.
+
+    tiers: the stores of its tiers; the store alone if it has none.
+    """
 
     settings: Settings
     store: Store
     lists: ListsValues | None
+    tiers: Sequence[Store]
 
     def listed_values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
         """Lists values. Raises ConfigError for a store that cannot list them, and StoreError."""
@@ -91,7 +95,8 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     Raises StoreError, and ConfigError, for example if the directory or arena does not exist.
     """
     settings = read_settings(**({"store": url} if url else {}))
-    path = place_of(settings.store, settings).missing_path
+    missing = (each.missing_path for each in place_of(settings.store, settings).tiers)
+    path = next(filter(None, missing), None)
     if path is not None:  # opening it would create a pool, such as an arena of the default size
         raise ConfigError(
             f"there is no pool in {path} yet: the first P or D makes it; if they run, give"
@@ -100,7 +105,7 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        yield OpenPool(settings, store, plain.optional(ListsValues))
+        yield OpenPool(settings, store, plain.optional(ListsValues), tiers_of(plain))
     finally:
         store.close()
 
@@ -226,14 +231,13 @@ def du(url: str | None) -> Answer:
     """Counts values and bytes by namespace, and says how full the store is."""
     with open_pool(url) as pool:
         uses = survey(pool.listed_values())
-        tells = pool.store.optional(TellsRoom)
-        room = tells.room() if tells else None
+        rooms = {tier.label: _room_of(tier) for tier in pool.tiers}
         label = pool.store.label
     total = size(sum(use.num_bytes for use in uses))
     note = f"{label}: {total} in {counted(len(uses), 'namespace')}"
-    if room is not None and room.capacity_bytes:
-        used = (room.used_bytes or 0) / room.capacity_bytes
-        note += f"; {used:.0%} of {size(room.capacity_bytes)} used ({room.keeper}, {room.policy})"
+    notes = [note + _used(next(iter(rooms.values())))]
+    if len(rooms) > 1:  # a value that is in several tiers counts once
+        notes = [note, *(f"{tier}{_used(room)}" for tier, room in rooms.items())]
     columns = ["namespace", ">bytes", ">blocks", ">tails", ">markers", ">last used", ">oldest"]
     rows: list[list[str]] = []
     documents: list[Json] = []
@@ -250,9 +254,31 @@ def du(url: str | None) -> Answer:
         document |= {"youngest_s": use.youngest_s, "oldest_s": use.oldest_s}
         documents.append(document)
     return Answer(
-        {"store": label, "room": dict(room._asdict()) if room else None, "namespaces": documents},
-        [table(columns, rows), muted(note)],
+        {
+            "store": label,
+            "room": next(map(_as_json, rooms.values())),
+            "tiers": [{"store": tier, "room": _as_json(room)} for tier, room in rooms.items()],
+            "namespaces": documents,
+        },
+        [table(columns, rows), *map(muted, notes)],
     )
+
+
+def _room_of(store: Store) -> Room | None:
+    tells = store.optional(TellsRoom)
+    return tells.room() if tells is not None else None
+
+
+def _used(room: Room | None) -> str:
+    """Returns how full a store is, as the end of a line; an empty text if it does not tell."""
+    if room is None or not room.capacity_bytes:
+        return ""
+    used = (room.used_bytes or 0) / room.capacity_bytes
+    return f"; {used:.0%} of {size(room.capacity_bytes)} used ({room.keeper}, {room.policy})"
+
+
+def _as_json(room: Room | None) -> Json:
+    return dict(room._asdict()) if room is not None else None
 
 
 def _kind(value: StoredValue) -> str:

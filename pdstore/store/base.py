@@ -52,6 +52,11 @@ class Slots:
         """The slots from `start` up to, not including, `stop`: for work in batches."""
         return replace(self, numbers=self.numbers[start:stop], sizes=self.sizes[start:stop])
 
+    def chosen(self, indices: Sequence[int]) -> Slots:
+        """The slots at some indices, in their order."""
+        numbers = [self.numbers[i] for i in indices]
+        return replace(self, numbers=numbers, sizes=[self.sizes[i] for i in indices])
+
 
 class Store(ABC):
     """Where KV blocks live: an immutable map from block key to the bytes of one block.

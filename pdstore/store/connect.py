@@ -51,6 +51,7 @@ _OWN = {
     "shm": "pdstore.store.arena.store:ArenaStore",
 }
 _FAULTY = "pdstore.testing.faulty:Faulty"  # wraps the store that the rest of the URL names
+_TIERED = "pdstore.store.tiers.store:TieredStore"  # for several URLs
 _EXTRAS = {_REDIS: "redis", _OWN["mooncake"]: "mooncake", _FAULTY: "test"}
 """The extra of pdstore that installs the library of a store, by the store's class."""
 
@@ -58,6 +59,7 @@ _EXTRAS = {_REDIS: "redis", _OWN["mooncake"]: "mooncake", _FAULTY: "test"}
 def open_store(url: str, settings: Settings) -> Store:
     """Opens the store at a URL; most stores connect at their first call.
 
+    url: also several URLs, separated by blanks: each is a tier of one store, the fastest first.
     Raises ConfigError for a bad URL, an unknown scheme or a package whose store cannot be loaded;
     MissingExtra, with the command that installs it, if a package is missing.
     """
@@ -88,6 +90,8 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
     """Returns the entry point for a URL's scheme, and the parsed URL. Raises ConfigError."""
     parsed = StoreURL.of(url)
     scheme = parsed.scheme
+    if parsed.tiers:
+        return EntryPoint("several URLs", _TIERED, GROUP), parsed
     own = _FAULTY if scheme.startswith("faulty+") else _OWN.get(scheme)
     entries = [EntryPoint(scheme, own, GROUP)] if own else []
     others = entry_points(group=GROUP)

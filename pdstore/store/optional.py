@@ -179,6 +179,21 @@ class RenewsUnread(Protocol):
         """
 
 
+@runtime_checkable
+class HasTiers(Protocol):
+    """A store that consists of several stores, one below the other."""
+
+    @property
+    def tiers(self) -> Sequence[Store]:
+        """The stores, the fastest first; hand-offs meet in the first."""
+
+
+def tiers_of(store: Store) -> Sequence[Store]:
+    """Returns the tiers of a store, the fastest first; the store alone if it has no tiers."""
+    teller = store.optional(HasTiers)
+    return teller.tiers if teller is not None else [store]
+
+
 def num_evicted(store: Store) -> int | None:
     """Returns how many values the store's keeper evicted since its start; None if not known."""
     teller = store.optional(TellsRoom)

@@ -17,6 +17,13 @@ _HOSTS = re.compile("([^/?#]*://(?:[^/?#]*@)?[^/?#,@]*)((?:,[^/?#,@]*)*)")
 """Matches a URL's text up to the end of the first host, and then the list of the other hosts."""
 _VARIABLE = re.compile(r"\$(\{\w+\}|\(\w+\)|[A-Z_][A-Z0-9_]+)")
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
+_TIER = re.compile(r"(?<=\S)\s+(?=[a-z][a-z0-9+.-]*://)")
+"""Matches the blanks between two of several URLs."""
+_MILLISECONDS = re.compile("([0-9.]+)ms")
+_BLANK = (
+    "write %20 for a blank inside a URL; blanks separate the URLs of several tiers, the fastest"
+    " first, as in 'shm://pool file:///mnt/pool'"
+)
 _ESCAPES = " (in a password, write / ? # @ : as %2F %3F %23 %40 %3A)"
 _WITHOUT_PASSWORD = ("memory", "file")  # in these, an @ is part of a name
 
@@ -33,6 +40,8 @@ class StoreURL:
 
     more_hosts: the hosts after the first in `host1:port,host2`. A store that uses several hosts
       empties this list.
+    tiers: the URLs of several tiers, the fastest first; empty if there is one URL. Of several,
+      the whole has only `text` and `label`.
     """
 
     text: str
@@ -44,10 +53,18 @@ class StoreURL:
     password: str | None
     options: dict[str, str]
     more_hosts: Sequence[tuple[str, int | None]] = ()
+    tiers: Sequence[StoreURL] = ()
 
     @classmethod
     def of(cls, text: str) -> StoreURL:
-        """Parses a URL of any scheme. Raises ConfigError with no password or option in its text."""
+        """Parses a URL of any scheme, or the URLs of several tiers, separated by blanks.
+
+        Raises ConfigError with no password or option in its text.
+        """
+        urls = urls_in(text)
+        if len(urls) > 1:
+            tiers = tuple(map(cls.of, urls))
+            return cls(text, "", "", None, "", None, None, {}, tiers=tiers)
         problem = _slip_in(text)
         try:
             with_one_host, others = _hosts_apart(text)
@@ -80,7 +97,7 @@ class StoreURL:
 
     @property
     def label(self) -> str:
-        """The URL without password and options, for messages."""
+        """The URL, or the URLs, without passwords and options, for messages."""
         return without_secret(self.text)
 
     def size(self, option: str, default: int) -> int:
@@ -98,11 +115,29 @@ class StoreURL:
             raise ConfigError(f"{self.label}: {option} must be positive")
         return size
 
+    def rate(self, option: str, default: int) -> int:
+        """Takes an option in bytes a second, such as `500MB/s`. Raises ConfigError as `size`."""
+        text = self.options.get(option)
+        if text is not None:
+            if not text.endswith("/s"):
+                raise ConfigError(
+                    f"{self.label}: {option}={text!r} is no rate; write one like 500MB/s"
+                )
+            self.options[option] = text.removesuffix("/s")
+        return self.size(option, default)
+
     def seconds(self, option: str, default: float, most: float = 1e6) -> float:
-        """Takes an option in seconds. Raises ConfigError if it is not above 0 and below `most`."""
+        """Takes an option in seconds, or in milliseconds such as `100ms`.
+
+        Raises ConfigError if it is not above 0 and below `most`.
+        """
         text = self.options.pop(option, None)
+        milliseconds = _MILLISECONDS.fullmatch(text or "")
         try:
-            value = default if text is None else float(text)
+            if milliseconds is not None:
+                value = float(milliseconds[1]) / 1000
+            else:
+                value = default if text is None else float(text)
         except ValueError as error:
             raise ConfigError(
                 f"{self.label}: {option}={text!r} is not a number of seconds"
@@ -146,7 +181,9 @@ def _slip_in(text: str) -> str:
         return "write it without the quotes: docker's --env-file takes them as a part of it"
     if any(part != part.strip() for part in (text, text.partition("?")[0])):
         return "remove the blanks or line ends around it: a Secret or a .env file may have them"
-    return f"write ?{option[1]}= for ;{option[1]}=, and & between options" if option else ""
+    if option:
+        return f"write ?{option[1]}= for ;{option[1]}=, and & between options"
+    return _BLANK if any(map(str.isspace, text)) else ""
 
 
 def _problem_of(text: str, parts: SplitResult) -> str:
@@ -172,11 +209,20 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
     return found[1] + text[found.end() :], [f"//{host}" for host in others]
 
 
+def urls_in(text: str) -> list[str]:
+    """Splits the text of PDSTORE_STORE into the URLs of its tiers; most have one."""
+    return _TIER.split(text)
+
+
 def without_secret(text: str) -> str:
-    """Returns the URL, malformed or not, with its password replaced and without its options.
+    """Returns each URL, malformed or not, with its password replaced and without its options.
 
     All text between `://` and the last `@` may hold a password, if the scheme has passwords.
     """
+    return " ".join(map(_without_secret, urls_in(text)))
+
+
+def _without_secret(text: str) -> str:
     scheme, separator, rest = text.partition("://") if "://" in text else ("", "", text)
     user, at, host = ("", "", rest) if _is_without_password(scheme) else rest.rpartition("@")
     host, _, _ = host.partition("?")
@@ -211,6 +257,7 @@ class Place(NamedTuple):
     encrypted_scheme: what the URL should begin with, if it sends KV and the password to another
       host without encryption.
     why_two: text that says why this URL may name two places, as an end of a sentence.
+    below: the places of the tiers below, if there are several URLs.
     """
 
     reach: Reach = Reach.SHARED
@@ -220,8 +267,14 @@ class Place(NamedTuple):
     locks_memory: bool = False
     encrypted_scheme: str | None = None
     why_two: str = ""
+    below: tuple[Place, ...] = ()
 
     @property
     def missing_path(self) -> Path | None:
         """The file or directory that opening the store would make; None if there is nothing."""
         return None if self.path is None or self.path.exists() else self.path
+
+    @property
+    def tiers(self) -> Sequence[Place]:
+        """The places of all tiers, this one first."""
+        return [self, *self.below]

@@ -101,6 +101,7 @@ URL_LINE = "redis://:***@h:1/0 (PDSTORE_STORE)"
         (None, {}, "file, a fresh one (neither --store nor PDSTORE_STORE)"),
         ("redis", {"PDSTORE_STORE": URL}, "redis, a fresh one (--store)"),
         (None, {"PDSTORE_STORE": URL, "MOONCAKE_MASTER": "h:2"}, URL_LINE),
+        (f"shm://a?size=1GiB {URL}", {}, "shm://a redis://:***@h:1/0 (--store)"),
         (None, {"MOONCAKE_MASTER": "h:2"}, "mooncake:// (MOONCAKE_MASTER=h:2)"),
         (None, {(name := "MOONCAKE_MASTER_SERVER_ADDR"): "h:2"}, f"mooncake:// ({name}=h:2)"),
         (None, {"MOONCAKE_CONFIG_PATH": "/x"}, "mooncake:// (MOONCAKE_CONFIG_PATH=/x)"),

@@ -26,10 +26,11 @@ LAYERS = (LayerSpec(2, 8),) * 6
 ONE = HandoffId("1" * 32)
 
 
-@pytest.fixture(params=["memory", "arena"])
+@pytest.fixture(params=["memory", "arena", "tiers"])
 def store(request, tmp_path):
-    url = "memory://" if request.param == "memory" else f"shm://test?size=8MiB&dir={tmp_path}"
-    store = open_store(url, settings_of())
+    arena = f"shm://test?size=8MiB&dir={tmp_path}"
+    urls = {"memory": "memory://", "arena": arena, "tiers": f"{arena} file://{tmp_path}/below"}
+    store = open_store(urls[request.param], settings_of())
     yield store
     store.close()
 

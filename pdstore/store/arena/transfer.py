@@ -52,7 +52,8 @@ class ArenaTransfer(Transfer):
 
     A save stores several ranges in one call of the library; a load begins one window in one call.
     If a call cannot save all values, even after room was made, the save goes on block by block. If
-    a call cannot load them, they are copied to private memory to find which is wrong or missing.
+    a call cannot load them, they are copied to private memory to find which is wrong or missing. Or
+    they pass through staging, if values that the arena lacks may be elsewhere.
 
     A value may be evicted while a load copies from it. So after the copy the arena is asked which
     values are still stored, and which were right when copied: a value counts if it is both.
@@ -75,6 +76,9 @@ class ArenaTransfer(Transfer):
         largest = block.HEADER_BYTES + context.geometry.largest_payload_bytes
         turn_bytes = self.split.at_once * self.split.range_bytes
         self._window = max(len(context.geometry.parts), -(-turn_bytes // largest))
+        self._staged: Transfer | None = None
+        if context.may_lie_elsewhere:
+            self._staged = context.staged(context, Split(context.range_bytes), None)
 
     @contextlib.contextmanager
     def slots(self, turn: Turn, sizes: Sequence[int], least: int = 1) -> Iterator[Slots]:
@@ -85,7 +89,7 @@ class ArenaTransfer(Transfer):
     def save(
         self, turn: Turn, moves: Sequence[Move], on_captured: Callable[[], None]
     ) -> Reason | None:
-        self._wait_for_memory(turn)
+        _wait_for_memory(turn, self.memory)
         try:
             self._fill(turn, moves)
         except StoreError as error:
@@ -97,7 +101,7 @@ class ArenaTransfer(Transfer):
     def load_window(
         self, turn: Turn, move: Move, on_loaded: Loaded
     ) -> tuple[Shortfall | None, Values]:
-        self._wait_for_memory(turn)
+        _wait_for_memory(turn, self.memory)
         values = move.values
         window = values[: values.num_whole(min(self._window, len(values)))]
         rest = values[len(window) :]
@@ -105,17 +109,15 @@ class ArenaTransfer(Transfer):
         for _ in range(_MAX_TRIES):
             if not window or self._begins(turn, move._replace(values=window), on_loaded):
                 return shortfall, rest
+            if self._staged is not None:
+                _wait_for_memory(turn, self._staged.memory)
+                return self._staged.load_window(turn, move, on_loaded)
             with self.slots(turn, window.sizes, len(window)) as slots:
                 found = read_values(self._context, turn, window, slots)
             if found.num_right < len(window):
                 shortfall = found.shortfall
                 window = window[: window.num_whole(found.num_right)]
         return Shortfall(Reason.LOST), rest
-
-    def _wait_for_memory(self, turn: Turn) -> None:
-        """Waits until memory is pinned. Raises the error of that, or JobError if the job ended."""
-        while not self.memory.is_ready(_CHECK_INTERVAL_S):
-            turn.raise_if_over()
 
     def _fill(self, turn: Turn, moves: Sequence[Move]) -> None:
         """Stores all values in one call, which waits while others hold the arena's lock."""
@@ -200,3 +202,9 @@ class ArenaTransfer(Transfer):
             block_ids=block_ids,
             ready=self._copies.handle_of(move.ready),
         )
+
+
+def _wait_for_memory(turn: Turn, memory: HostMemory) -> None:
+    """Waits until memory is pinned. Raises the error of that, or JobError if the job ended."""
+    while not memory.is_ready(_CHECK_INTERVAL_S):
+        turn.raise_if_over()

@@ -28,6 +28,8 @@ class StoreTests(CallTests, ClearTests, ConcurrencyTests, PressureTests, ListTes
       calling the store;
     - `clears_under_readers = True` for a store whose `clear` may free memory that a `get` is
       reading, so that this `get` may return any bytes;
+    - `has_one_version = False` for a store in which two users of the pool may see the values of two
+      writers of one key, each of them whole;
     - `deadline_s`: the maximum number of seconds that a test waits for threads, a value or a child.
     """
 

@@ -1,0 +1,1 @@
+"""Several stores as one pool, the fastest first: what `PDSTORE_STORE` with several URLs opens."""

@@ -1,0 +1,288 @@
+"""Copier: copies blocks from the first tier to one lower tier, behind the puts that stored them."""
+
+# Decision: docs/decisions/048-write-behind.md
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pdstore.errors import StoreClosed, StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.store.base import Slots, Store, count_of, num_done_of
+from pdstore.store.optional import FindsKeys
+from pdstore.threads import Ticker
+
+BATCH_BYTES = 32 << 20
+COPY_BYTES_PER_S = 500_000_000
+WAITING_BYTES = 16 << 30
+"""The most bytes of values that wait for their copies: only their keys take memory."""
+_PAUSE_S = 1.0  # between two looks whether a tier that failed is back
+_PAGE = 4096
+
+_Put = deque[tuple[BlockKey, int]]  # keys of one put that wait, each with the size of its value
+
+
+class CopyQueue:
+    """The keys that wait for their copies, first in, first out, each with those of its put.
+
+    No block is of use without the blocks before it. So a block that is given up takes all that wait
+    behind it in its put with it. Beyond `most_bytes`, the end of the oldest put is given up.
+    Any thread may call it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._puts: deque[_Put] = deque()
+        self._waiting: set[BlockKey] = set()
+        self._taken: _Put | None = None  # the put of which keys are being copied
+        self.num_bytes = 0
+        self.num_given_up = 0
+
+    def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
+        """Adds the keys of one put, except those that wait already."""
+        with self._changed:
+            pairs = zip(keys, sizes, strict=True)
+            put = deque((key, size) for key, size in pairs if key not in self._waiting)
+            self._puts.append(put)
+            self._waiting.update(key for key, _ in put)
+            self.num_bytes += sum(size for _, size in put)
+            while self.num_bytes > self._most_bytes:
+                self._skip_empty()
+                self._forget(*self._puts[0].pop())
+                self.num_given_up += 1
+
+    def take(self, most_bytes: int) -> list[tuple[BlockKey, int]]:
+        """Takes leading keys of the oldest put, whose values fit `most_bytes` in equal slots.
+
+        Takes one key that alone is larger. `end` must follow, unless the result is empty.
+        """
+        taken: list[tuple[BlockKey, int]] = []
+        with self._changed:
+            self._skip_empty()
+            put = self._puts[0] if self._puts else _Put()
+            slot_bytes = 0
+            while put:
+                slot_bytes = max(slot_bytes, put[0][1])
+                if taken and slot_bytes * (len(taken) + 1) > most_bytes:
+                    break
+                taken.append(put.popleft())
+                self._forget(*taken[-1])
+            self._taken = put if taken else None
+        return taken
+
+    def end(self, num_given_up: int) -> None:
+        """Ends what `take` began. If values were given up, so is what waits behind them."""
+        with self._changed:
+            while num_given_up and self._taken:
+                self._forget(*self._taken.pop())
+                num_given_up += 1
+            self.num_given_up += num_given_up
+            self._taken = None
+            self._changed.notify_all()
+
+    def drop(self, is_dropped: Callable[[BlockKey], bool]) -> None:
+        """Forgets waiting keys, which are not counted as given up."""
+        with self._changed:
+            for put in self._puts:
+                pairs = list(put)
+                put.clear()
+                for key, size in pairs:
+                    if is_dropped(key):
+                        self._forget(key, size)
+                    else:
+                        put.append((key, size))
+            self._changed.notify_all()
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """Waits until no key waits and no copy is under way; returns False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._waiting and self._taken is None, timeout_s
+            )
+
+    def _forget(self, key: BlockKey, size: int) -> None:
+        self._waiting.discard(key)
+        self.num_bytes -= size
+
+    def _skip_empty(self) -> None:
+        while self._puts and not self._puts[0]:
+            self._puts.popleft()
+
+
+class Copier:
+    """Copies values of the first tier down, on a thread that the first `add` starts.
+
+    It reads a batch of values from the first tier, verifies them, and puts them into the lower one.
+    Then it asks the first tier again: what is gone from there by now, another process may have
+    cleared before the copy, so it is removed below. A value that is gone from the first tier, or is
+    wrong there, counts as lost. A value that the lower tier refuses, and all that wait behind a
+    value that is not copied, count as given up.
+
+    is_out: returns True while the lower tier does not answer; keys then wait.
+    is_right: verifies a value.
+    bytes_per_s: the most bytes that this process copies down in a second, on average.
+    """
+
+    def __init__(
+        self,
+        first: Store,
+        lower: Store,
+        *,
+        is_out: Callable[[], bool],
+        is_right: Callable[[memoryview], bool],
+        bytes_per_s: int = COPY_BYTES_PER_S,
+        waiting_bytes: int = WAITING_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first = first
+        self._lower = lower
+        self._finder = lower.optional(FindsKeys)
+        self._finder_above = first.optional(FindsKeys)
+        self._is_out = is_out
+        self._is_right = is_right
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._queue = CopyQueue(waiting_bytes)
+        self._copying = threading.Lock()  # held while values are copied
+        self._lock = threading.Lock()
+        self._thread: Ticker | None = None
+        self._is_closed = False
+        self._next_at = 0.0
+        self._memory = memoryview(b"")
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many values were copied, given up and lost so far."""
+        counts = self._counts
+        given_up = self._queue.num_given_up
+        return {"copied": counts["copied"], "given_up": given_up, "lost": counts["lost"]}
+
+    def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
+        """Queues the keys of one put, with the lengths of their values."""
+        self._queue.add(keys, sizes)
+        with self._lock:
+            if self._thread is not None:
+                self._thread.wake()
+            elif not self._is_closed:
+                self._thread = Ticker("pdstore-tier-copies", self._turn)
+
+    @contextlib.contextmanager
+    def stopped(self, is_dropped: Callable[[BlockKey], bool], timeout_s: float) -> Iterator[None]:
+        """Drops waiting keys and waits for the copy under way; begins no copy before the end.
+
+        If that copy has not ended after `timeout_s`, goes on beside it: the copier itself removes
+        what it has copied and is gone from the first tier by then.
+        """
+        has_ended = self._copying.acquire(timeout=timeout_s)
+        try:
+            self._queue.drop(is_dropped)
+            yield
+        finally:
+            if has_ended:
+                self._copying.release()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all values are copied; returns False after `timeout_s`."""
+        return self._queue.wait_until_empty(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, and copies nothing more."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.stop(timeout_s)
+
+    def _turn(self) -> float | None:
+        """Copies one batch; returns the seconds until the next one, None if nothing waits."""
+        began_at = self._clock()
+        if self._is_closed or not self._queue.num_bytes:
+            return None
+        if began_at < self._next_at:
+            return self._next_at - began_at
+        if self._is_out():
+            return _PAUSE_S
+        with self._copying:
+            batch = self._queue.take(BATCH_BYTES)
+            if batch:
+                num_given_up = len(batch)
+                try:
+                    num_given_up = self._copy(batch)
+                finally:
+                    self._queue.end(num_given_up)
+        num_bytes = sum(size for _, size in batch)
+        self._next_at = began_at + num_bytes / self._bytes_per_s
+        return max(0.0, self._next_at - self._clock())
+
+    def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> int:
+        """Copies values that the lower tier lacks; returns how many of them are given up."""
+        missing = _missing(self._finder, [key for key, _ in batch])
+        keys = [key for key, _ in batch if key in missing]
+        slots = self._slots([size for key, size in batch if key in missing])
+        if not keys:
+            return 0
+        num_right = self._read(keys, slots)
+        num_copied = self._write(keys[:num_right], slots)
+        is_lost = num_copied == num_right < len(keys)
+        self._counts["lost"] += is_lost
+        return len(keys) - num_copied - is_lost
+
+    def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Puts values into the lower tier; returns how many leading ones it took."""
+        num_copied = 0
+        gone: set[BlockKey] = set()
+        if keys:
+            with contextlib.suppress(StoreClosed):
+                num_copied = _num_done(self._lower, self._lower.put, keys, slots)
+        if num_copied and self._finder_above is not None:
+            gone = _missing(self._finder_above, keys[:num_copied])
+        if gone:
+            with contextlib.suppress(StoreError):
+                self._lower.remove(list(gone))
+        self._counts["lost"] += len(gone)
+        self._counts["copied"] += num_copied - len(gone)
+        return num_copied
+
+    def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Reads values from the first tier; returns how many leading ones are there and right."""
+        num_read = 0
+        with contextlib.suppress(StoreClosed):
+            num_read = _num_done(self._first, self._first.get, keys, slots)
+        is_right = (self._is_right(slots.value(i)) for i in range(num_read))
+        return next((i for i, right in enumerate(is_right) if not right), num_read)
+
+    def _slots(self, sizes: Sequence[int]) -> Slots:
+        slot_bytes = max(sizes, default=1)
+        num_bytes = -(-slot_bytes * len(sizes) // _PAGE) * _PAGE
+        if len(self._memory) < num_bytes:
+            self._memory = self._first.allocate(max(num_bytes, BATCH_BYTES))
+        return Slots(self._memory, slot_bytes, range(len(sizes)), sizes)
+
+
+def _missing(finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    """Returns the keys that a tier lacks; all, if it cannot tell."""
+    if finder is not None:
+        with contextlib.suppress(StoreError):
+            answers = zip(keys, finder.which_stored(keys), strict=True)
+            return {key for key, is_there in answers if not is_there}
+    return set(keys)
+
+
+def _num_done(
+    store: Store,
+    call: Callable[[Sequence[BlockKey], Slots], int],
+    keys: Sequence[BlockKey],
+    slots: Slots,
+) -> int:
+    """Makes a get or a put of leading slots; returns how many leading keys it served."""
+    try:
+        return count_of(call(keys, slots.part(0, len(keys))), keys, store)
+    except StoreClosed:
+        raise
+    except StoreError as error:
+        return num_done_of(error, keys)

@@ -1,0 +1,112 @@
+"""LowerTier: one of the tiers below the first, which the pool can do without."""
+
+# Decision: docs/decisions/047-meeting-tier.md
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from pdstore.errors import BadValue, StoreClosed, StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.metrics import Metrics
+from pdstore.store.base import Slots, Store, count_of, num_done_of
+from pdstore.store.guard import GuardedStore, problem_of
+from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier
+from pdstore.store.url import StoreURL
+from pdstore.threads import CallBeside
+
+A = TypeVar("A")
+
+LOOK_S = 0.1
+
+
+class Limits(NamedTuple):
+    """Limits of one lower tier, for each process.
+
+    copy_bytes_per_s: `copy` in the tier's URL: the most bytes copied to it in a second.
+    look_s: `look` in the URL: the most seconds for which a caller waits while the tier is searched.
+    waiting_bytes: the most bytes of values that wait to be copied.
+    """
+
+    copy_bytes_per_s: int = COPY_BYTES_PER_S
+    look_s: float = LOOK_S
+    waiting_bytes: int = WAITING_BYTES
+
+    @classmethod
+    def of(cls, url: StoreURL) -> Limits:
+        """Takes the options of a lower tier out of its URL. Raises ConfigError."""
+        return cls(url.rate("copy", COPY_BYTES_PER_S), url.seconds("look", LOOK_S, 60.0))
+
+
+class LowerTier:
+    """A tier below the first: with a breaker, a time limit for searches, and its copier.
+
+    A search runs beside its caller, who waits for at most `Limits.look_s`. If the search takes
+    longer, the tier counts as empty until this search has ended. If the search ends with an error,
+    or if calls fail, the tier counts as empty until its breaker's probe has an answer. So a tier
+    that hangs costs a process one wait for each outage, and no request waits for a probe.
+
+    store: the tier's store, with its breaker.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        first: Store,
+        limits: Limits,
+        is_right: Callable[[memoryview], bool],
+    ) -> None:
+        self.store = GuardedStore(store, Metrics())  # its calls are no calls of the whole pool
+        self._look_s = limits.look_s
+        self._late: CallBeside[Any] | None = None
+        self.copier = Copier(
+            first,
+            self.store,
+            is_out=lambda: self.is_out,
+            is_right=is_right,
+            bytes_per_s=limits.copy_bytes_per_s,
+            waiting_bytes=limits.waiting_bytes,
+        )
+
+    @property
+    def is_out(self) -> bool:
+        """True while a search takes too long or the breaker is open: then the tier has nothing."""
+        late = self._late
+        return self.store.is_open or (late is not None and not late.has_ended())
+
+    @property
+    def problem(self) -> str | None:
+        """Text that says why the tier is out; None if it is not."""
+        if not self.is_out:
+            return None
+        why = problem_of(self.store) or "a search takes too long"
+        return f"the tier {self.store.label} is left out until it answers: {why}"
+
+    def look(self, search: Callable[[], A], otherwise: A) -> A:
+        """Searches the tier; returns `otherwise` if it is out, fails, or takes too long."""
+        if self.is_out:
+            return otherwise
+        try:
+            beside = CallBeside("pdstore-tier-look", search)
+        except RuntimeError:  # no thread can start now
+            return otherwise
+        if not beside.has_ended(self._look_s):
+            self._late = beside
+            return otherwise
+        try:
+            return beside.result()
+        except StoreError:
+            return otherwise
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> tuple[int, BadValue | None]:
+        """Reads leading values; returns how many, and the error if the next one is wrong."""
+        if self.is_out:
+            return 0, None
+        try:
+            return count_of(self.store.get(keys, slots), keys, self.store), None
+        except BadValue as error:
+            return num_done_of(error, keys), error
+        except StoreClosed:
+            raise
+        except StoreError as error:
+            return num_done_of(error, keys), None

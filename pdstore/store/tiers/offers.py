@@ -1,0 +1,230 @@
+"""optional_of: what several tiers together offer beyond the contract, by optional protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pdstore.format import block
+from pdstore.format.geometry import Geometry
+from pdstore.format.keys import BlockKey, Kind, Part, kind_of
+from pdstore.store.base import Store
+from pdstore.store.optional import (
+    ALL_KEYS,
+    DoubtsServer,
+    EvictsByUse,
+    FindsKeys,
+    HasTiers,
+    ListsValues,
+    Room,
+    ServerDoubt,
+    StoredValue,
+    TellsChanges,
+    TellsOrigins,
+    TellsRoom,
+)
+from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
+
+A = TypeVar("A")
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The parts of a TieredStore that its optional calls use.
+
+    tiers: the stores, the fastest first.
+    which_in: returns which keys the tier of a number has.
+    copy_down: queues copies of what the first tier has stored, of values of the given lengths.
+    problems: returns for each lower tier why it is out, or None.
+    """
+
+    tiers: Sequence[Store]
+    which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
+    copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
+    problems: Callable[[], Sequence[str | None]]
+
+
+def is_for_all_tiers(key: BlockKey) -> bool:
+    """True for a block; tails, markers, beats and the pool's id are in the first tier alone."""
+    return kind_of(key) is Kind.BLOCK
+
+
+def optional_of(stack: Stack, protocol: type) -> object | None:
+    """Returns an object with a protocol's calls for all tiers; None if the tiers lack them."""
+    if protocol is HasTiers:
+        return stack
+    if protocol is TellsChanges:  # what callers wait for is in the first tier
+        return stack.tiers[0].optional(protocol)
+    make = _MAKERS.get(protocol)
+    return make(stack) if make is not None else None
+
+
+def _in_each(stack: Stack, protocol: type[P]) -> list[P] | None:
+    """Returns what each tier offers for a protocol; None if one of them lacks it."""
+    found = [each for store in stack.tiers if (each := store.optional(protocol)) is not None]
+    return found if len(found) == len(stack.tiers) else None
+
+
+class _Finder:
+    """FindsKeys: asks each tier for what those above lack."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found = list(self._stack.which_in(0, keys))
+        for number in range(1, len(self._stack.tiers)):
+            rest = [i for i in range(len(keys)) if not found[i] and is_for_all_tiers(keys[i])]
+            if not rest:
+                break
+            answers = self._stack.which_in(number, [keys[i] for i in rest])
+            for i, is_there in zip(rest, answers, strict=True):
+                found[i] = is_there
+        return found
+
+
+def _finder(stack: Stack) -> FindsKeys | None:
+    return _Finder(stack) if _in_each(stack, FindsKeys) is not None else None
+
+
+class _Lister:
+    """ListsValues: lists each key once, as the fastest tier that has it does."""
+
+    def __init__(self, tiers: Sequence[ListsValues]) -> None:
+        self._tiers = tiers
+
+    def stored_values(self, prefix: str = ALL_KEYS) -> Iterator[StoredValue]:
+        seen: set[BlockKey] = set()
+        for tier in self._tiers:
+            for value in tier.stored_values(prefix):
+                if value.key not in seen:
+                    seen.add(value.key)
+                    yield value
+
+    def length_of(self, key: BlockKey) -> int | None:
+        lengths = (tier.length_of(key) for tier in self._tiers)
+        return next((length for length in lengths if length is not None), None)
+
+
+def _lister(stack: Stack) -> ListsValues | None:
+    tiers = _in_each(stack, ListsValues)
+    return _Lister(tiers) if tiers is not None else None
+
+
+class _Room:
+    """TellsRoom: the room of the first tier, and as its problem also that of a lower tier."""
+
+    def __init__(self, stack: Stack, inner: TellsRoom) -> None:
+        self._stack = stack
+        self._inner = inner
+
+    def room(self) -> Room:
+        room = self._inner.room()
+        problems = [room.problem, *self._stack.problems()]
+        return room._replace(problem=next(filter(None, problems), None))
+
+
+def _room(stack: Stack) -> TellsRoom | None:
+    inner = stack.tiers[0].optional(TellsRoom)
+    return _Room(stack, inner) if inner is not None else None
+
+
+class _ByUse:
+    """EvictsByUse of the first tier, which admits every save: what it evicts is below already."""
+
+    def __init__(self, inner: EvictsByUse) -> None:
+        self._inner = inner
+        self.make_room = inner.make_room
+        self.use = inner.use
+
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        return None
+
+
+def _by_use(stack: Stack) -> EvictsByUse | None:
+    inner = stack.tiers[0].optional(EvictsByUse)
+    return _ByUse(inner) if inner is not None else None
+
+
+class _Doubts:
+    """DoubtsServer: the doubts of every tier that has some, each named by its tier's label."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stores = stack.tiers
+
+    def server_doubts(self) -> Iterator[ServerDoubt]:
+        for store in self._stores:
+            asks = store.optional(DoubtsServer)
+            for doubt in asks.server_doubts() if asks is not None else ():
+                yield doubt._replace(said=f"{store.label}: {doubt.said}")
+
+
+class _Origins:
+    """TellsOrigins: the origins of every tier that tells them."""
+
+    def __init__(self, tiers: Sequence[TellsOrigins]) -> None:
+        self._tiers = tiers
+
+    @property
+    def origins(self) -> str:
+        return "; ".join(tier.origins for tier in self._tiers)
+
+
+def _origins(stack: Stack) -> TellsOrigins | None:
+    tiers = [each for store in stack.tiers if (each := store.optional(TellsOrigins)) is not None]
+    return _Origins(tiers) if tiers else None
+
+
+class _Mover:
+    """MovesValues: the first tier's way, whose saves are copied down as those of `put` are."""
+
+    def __init__(self, stack: Stack, inner: MovesValues) -> None:
+        self._stack = stack
+        self._inner = inner
+
+    def transfer(self, context: TransferContext) -> Transfer | None:
+        hook = _SaveHook(self._stack, context.geometry)
+        return self._inner.transfer(replace(context.through(hook), may_lie_elsewhere=True))
+
+
+class _SaveHook:
+    """A CallHook that sees the saves of a transfer, which `TieredStore.put` does not."""
+
+    def __init__(self, stack: Stack, geometry: Geometry) -> None:
+        self._stack = stack
+        self._sizes = {
+            part: block.HEADER_BYTES + of.payload_bytes(geometry.block_tokens)
+            for part, of in geometry.parts.items()
+        }
+
+    def __call__(
+        self, verb: str, keys: Sequence[BlockKey], call: Callable[[], Moved[A]]
+    ) -> Moved[A]:
+        moved = call()
+        if verb == "put" and moved.error is None:  # after an error the save is made again
+            blocks = [key for key in keys if is_for_all_tiers(key)]
+            self._stack.copy_down(blocks, list(map(self._size_of, blocks)))
+        return moved
+
+    def _size_of(self, key: BlockKey) -> int:
+        """Returns the length of a block's value, by the part that its key names."""
+        group, shard = key.split(":")[2:4]
+        return self._sizes[Part(int(group.partition(".")[0]), int(shard))]
+
+
+def _mover(stack: Stack) -> MovesValues | None:
+    inner = stack.tiers[0].optional(MovesValues)
+    return _Mover(stack, inner) if inner is not None else None
+
+
+_MAKERS: Mapping[type, Callable[[Stack], object | None]] = {
+    FindsKeys: _finder,
+    ListsValues: _lister,
+    TellsRoom: _room,
+    EvictsByUse: _by_use,
+    DoubtsServer: _Doubts,
+    TellsOrigins: _origins,
+    MovesValues: _mover,
+}

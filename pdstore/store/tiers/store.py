@@ -1,0 +1,341 @@
+"""TieredStore: several stores as one pool; values are found in any of them, the fastest first."""
+
+# Decision: docs/decisions/047-meeting-tier.md, docs/decisions/048-write-behind.md
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from typing import cast
+
+from pdstore.errors import BadValue, ConfigError, StoreError, StoreUnavailable
+from pdstore.format import block
+from pdstore.format.keys import BlockKey, prefix_of
+from pdstore.settings import Settings
+from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, log_once, num_done_of
+from pdstore.store.connect import check_url, open_store, place_of
+from pdstore.store.optional import FindsKeys
+from pdstore.store.tiers.lower import Limits, LowerTier
+from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
+from pdstore.store.url import Place, Reach, StoreURL
+from pdstore.threads import Deadline
+
+log = logging.getLogger(__name__)
+
+_COPY_TIMEOUT_S = 10.0  # for which `remove` and `clear` wait until a copy under way has ended
+_CLOSE_S = 0.5
+_REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
+
+
+def is_whole(value: memoryview) -> bool:
+    """True if a value's header and its checksum are right."""
+    return block.read_header(value) is not None
+
+
+class TieredStore(Store):
+    """`shm://pool file:///nvme/pool?copy=500MB/s&look=100ms`: URLs of tiers, the fastest first.
+
+    P and D meet in the first tier: all values are put there, and tails, markers, beats and the
+    pool's id are nowhere else. A put returns when the first tier has the values; their blocks are
+    copied to each lower tier later (`Copier`). Nothing is copied up. If the first tier fails, the
+    call fails; a lower tier that fails has nothing (`LowerTier`).
+
+    Each process queues copies of its own puts. `close` drops the queue. `remove` and `clear` reach
+    every tier, wait for copies of this process that are under way, and drop what waits. A copier of
+    another process removes below what is gone from the first tier when its copy ends; so only one
+    that is killed before, or has another first tier, may bring a cleared value back.
+
+    first, lower: the first tier's store, and the lower tiers. tiers: the stores of all of them.
+    is_right: verifies a value before it is copied down; a value that is wrong stays where it is.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        limits: Sequence[Limits] | None = None,
+        *,
+        is_right: Callable[[memoryview], bool] = is_whole,
+    ) -> None:
+        first, *others = stores
+        self.label = " ".join(store.label for store in stores)
+        self.first = first
+        of_lower = limits or [Limits()] * len(others)
+        self.lower = [
+            LowerTier(store, first, each, is_right)
+            for store, each in zip(others, of_lower, strict=True)
+        ]
+        self.tiers = [first, *(tier.store for tier in self.lower)]
+        self._finders = [store.optional(FindsKeys) for store in self.tiers]
+        self._stack = Stack(
+            self.tiers,
+            self.which_in,
+            self.copy_down,
+            problems=lambda: [tier.problem for tier in self.lower],
+        )
+        self._lifecycle = Lifecycle(self.label)
+
+    @classmethod
+    def open(cls, url: StoreURL, settings: Settings) -> TieredStore:
+        _check_reach(url, settings)
+        first, *others = url.tiers
+        limits = [Limits.of(each) for each in others]
+        urls = [first.text, *(each.inner("") for each in others)]
+        with contextlib.ExitStack() as undo:
+            stores = []
+            for text in urls:
+                stores.append(open_store(text, settings))
+                undo.callback(stores[-1].close)
+            undo.pop_all()
+        limit = ", ".join(
+            f"{each.label} (copy up to {of.copy_bytes_per_s / 1e6:g} MB/s)"
+            for each, of in zip(others, limits, strict=True)
+        )
+        log_once(log, f"P and D meet in {first.label}; blocks are copied down to {limit}")
+        if settings.seal_key_file is None:
+            return cls(stores, limits)
+        return cls(stores, limits, is_right=lambda _: True)  # sealed values are verified at a load
+
+    @classmethod
+    def check(cls, url: StoreURL, settings: Settings) -> None:
+        _check_reach(url, settings)
+        check_url(url.tiers[0].text, settings)
+        for each in url.tiers[1:]:
+            Limits.of(each)
+            check_url(each.inner(""), settings)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        """Returns the place of the first tier, which decides whether P and D meet."""
+        first, *others = url.tiers
+        found = place_of(first.text, settings)
+        below = tuple(place_of(_without_limits(each), settings) for each in others)
+        trial = found.trial_url
+        if trial is not None:
+            trial = " ".join([trial, *(each.text for each in others)])
+        return found._replace(
+            trial_url=trial,
+            locks_memory=any(each.locks_memory for each in (found, *below)),
+            below=below,
+        )
+
+    @property
+    def lease_s(self) -> float:
+        return min(store.lease_s for store in self.tiers)
+
+    @property
+    def expires_blocks(self) -> bool:
+        return any(store.expires_blocks for store in self.tiers)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        self._lifecycle.enter(keys)
+        return self._match(0, keys)
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._lifecycle.enter(keys, slots)
+        num_read, error = self._get(0, keys, slots)
+        if error is not None:
+            error.num_done = num_read
+            raise error
+        return num_read
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        self._lifecycle.enter(keys, slots)
+        num_taken = 0
+        try:
+            num_taken = count_of(self.first.put(keys, slots), keys, self.first)
+        except StoreError as error:
+            num_taken = num_done_of(error, keys)
+            raise
+        finally:
+            self.copy_down(keys[:num_taken], slots.sizes[:num_taken])
+        return num_taken
+
+    def copy_down(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
+        """Queues the copies of one put to the first tier, of those of its values that are blocks.
+
+        sizes: the length of each value.
+        """
+        goes = list(map(is_for_all_tiers, keys))
+        if any(goes):
+            for tier in self.lower:
+                tier.copier.add(list(compress(keys, goes)), list(compress(sizes, goes)))
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._lifecycle.enter(keys)
+        if not any(map(is_for_all_tiers, keys)):
+            self.first.remove(keys)
+            return
+        failed = self._in_all_tiers(lambda store: store.remove(keys), set(keys).__contains__)
+        for error in failed:  # the tier is out; a load that reads the value there removes it then
+            log.warning("not removed from a lower tier: %s", error)
+
+    def clear(self, namespace: str) -> None:
+        self._lifecycle.check()
+        prefix = prefix_of(namespace)
+        failed = self._in_all_tiers(
+            lambda store: store.clear(namespace), lambda key: key.startswith(prefix)
+        )
+        if failed:
+            raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
+
+    def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
+        finder = self._finders[number]
+        none = [False] * len(keys)
+        if finder is None:
+            return none
+        if not number:
+            return finder.which_stored(keys)
+        return self.lower[number - 1].look(lambda: finder.which_stored(keys), none)
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
+        deadline = Deadline(timeout_s)
+        return all(tier.copier.flush(deadline.remaining_s()) for tier in self.lower)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        return self.first.allocate(num_bytes)
+
+    def why_too_long(self, num_bytes: int) -> str | None:
+        return self.first.why_too_long(num_bytes)
+
+    def codes(self) -> Mapping[str, int]:
+        """Returns the codes of all tiers, and each lower tier's copies by their outcome."""
+        total: Counter[str] = Counter()
+        for store in self.tiers:
+            total.update(store.codes())
+        for number, tier in enumerate(self.lower, start=1):
+            for outcome, count in tier.copier.counts.items():
+                total[f"tier{number}_{outcome}"] += count
+        return total
+
+    def optional(self, protocol: type[P]) -> P | None:
+        return cast("P | None", optional_of(self._stack, protocol))
+
+    def close(self) -> None:
+        if not self._lifecycle.end():
+            return
+        deadline = Deadline(_CLOSE_S)
+        for tier in self.lower:
+            tier.copier.close(deadline.remaining_s())
+        for store in self.tiers:
+            store.close()
+
+    def _match(self, number: int, keys: Sequence[BlockKey]) -> int:
+        """Matches leading keys in the tier of a number and in those below it.
+
+        One search finds the leading keys that this tier has. Of the others, a second search finds
+        which it has, and the next tier is asked for the rest, all in one call.
+        """
+        found = self._match_in(number, keys)
+        if found == len(keys) or number == len(self.lower) or not is_for_all_tiers(keys[found]):
+            return found
+        rest = keys[found:]
+        has = self.which_in(number, rest)
+        below = [i for i, is_here in enumerate(has) if not is_here]
+        num_below = self._match(number + 1, [rest[i] for i in below])
+        end = below[num_below] if num_below < len(below) else len(rest)
+        here = [i for i in range(end) if has[i]]
+        leased = self._match_in(number, [rest[i] for i in here]) if here else 0
+        return found + (here[leased] if leased < len(here) else end)
+
+    def _match_in(self, number: int, keys: Sequence[BlockKey]) -> int:
+        store = self.tiers[number]
+
+        def match() -> int:
+            return count_of(store.match(keys), keys, store)
+
+        return self.lower[number - 1].look(match, 0) if number else match()
+
+    def _get(
+        self, number: int, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, StoreError | None]:
+        """Reads leading values, each from the first tier that has it right in length.
+
+        It begins at the tier of a number. Returns how many values are read, and the error if the
+        next value has another length wherever it is, or if the first tier failed.
+        """
+        done, error = self._get_in(number, keys, slots)
+        is_failed = error is not None and not isinstance(error, BadValue)
+        is_last = number == len(self.lower)
+        if done == len(keys) or is_failed or is_last or not is_for_all_tiers(keys[done]):
+            return done, error
+        rest, of_rest = keys[done:], slots.part(done, len(keys))
+        has = [*self.which_in(number, rest)]
+        has[0] = False
+        below = [i for i, is_here in enumerate(has) if not is_here]
+        num_below, wrong = self._get(number + 1, [rest[i] for i in below], of_rest.chosen(below))
+        end = below[num_below] if num_below < len(below) else len(rest)
+        if end == 0:
+            return done, wrong or error
+        here = [i for i in range(end) if has[i]]
+        if here:
+            got, failed = self._get_in(number, [rest[i] for i in here], of_rest.chosen(here))
+            if got < len(here):
+                return done + here[got], failed
+        return done + end, wrong
+
+    def _get_in(
+        self, number: int, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, StoreError | None]:
+        if number:
+            return self.lower[number - 1].get(keys, slots)
+        try:
+            return count_of(self.first.get(keys, slots), keys, self.first), None
+        except StoreError as error:
+            return num_done_of(error, keys), error
+
+    def _in_all_tiers(
+        self, call: Callable[[Store], None], is_dropped: Callable[[BlockKey], bool]
+    ) -> list[StoreError]:
+        """Makes a call of every tier while no value is copied; returns errors of lower tiers.
+
+        is_dropped: returns True for a key whose queued copy must not be made.
+        Raises the first tier's error, after the other calls.
+        """
+        deadline = Deadline(_COPY_TIMEOUT_S)
+        with contextlib.ExitStack() as stopped:
+            for tier in self.lower:
+                timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
+                stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
+            of_first = _error_of(call, self.first)
+            errors = [
+                StoreUnavailable(tier.problem or tier.store.label)
+                if tier.is_out
+                else _error_of(call, tier.store)
+                for tier in self.lower
+            ]
+        if of_first is not None:
+            raise of_first
+        return [error for error in errors if error is not None]
+
+
+def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:
+    try:
+        call(store)
+    except StoreError as error:
+        return error
+    return None
+
+
+def _without_limits(url: StoreURL) -> str:
+    """Returns the URL of a lower tier as its store knows it. Raises ConfigError."""
+    url = StoreURL.of(url.text)
+    Limits.of(url)
+    return url.inner("")
+
+
+def _check_reach(url: StoreURL, settings: Settings) -> None:
+    """Raises ConfigError if a lower tier is not there for all instances that share the first."""
+    first, *others = url.tiers
+    reach = place_of(first.text, settings).reach
+    for each in others:
+        below = place_of(_without_limits(each), settings).reach
+        if _REACHES.index(below) < _REACHES.index(reach):
+            raise ConfigError(
+                f"{each.label} is for {below.value}, and the first tier, {first.label}, for"
+                f" {reach.value}: a lower tier must be there for all instances of the pool; write"
+                " the tier of fewer instances first"
+            )

@@ -1,0 +1,59 @@
+"""Stacks of tiers for tests; values without a header may go down."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+
+import pytest
+
+from pdstore.native.library import load_library
+from pdstore.store.arena.store import ArenaStore
+from pdstore.store.file.store import FileStore
+from pdstore.store.memory import MemoryStore
+from pdstore.store.tiers.store import TieredStore
+from tests.support.kv import settings_of
+
+
+@pytest.fixture(scope="session")
+def library():
+    return load_library(settings_of(native="require"), for_gpu=False)
+
+
+@pytest.fixture
+def open_tiers(closed_after):
+    """Opens a TieredStore over stores, with limits for each lower one; closed at the end."""
+
+    def open_tiers(*stores, limits=None, is_right=lambda _: True):
+        return closed_after(TieredStore(stores, limits, is_right=is_right))
+
+    return open_tiers
+
+
+@pytest.fixture
+def name():
+    return secrets.token_hex(6)
+
+
+@pytest.fixture
+def arena_of(library, tmp_path, name):
+    def arena_of():
+        return ArenaStore(library, name, directory=tmp_path, size=256 << 20)
+
+    return arena_of
+
+
+@pytest.fixture
+def stack(open_tiers, name, tmp_path):
+    """Memory over files."""
+    return open_tiers(MemoryStore(f"memory://{name}"), FileStore(tmp_path / "files"))
+
+
+@contextlib.contextmanager
+def held(faulty):
+    """Makes all calls of a Faulty hang."""
+    faulty.hold()
+    try:
+        yield
+    finally:
+        faulty.release()

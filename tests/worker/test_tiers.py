@@ -1,0 +1,180 @@
+"""KVPool over tiers: values are loaded from wherever they lie, in place where they can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdstore import HandoffId, JobResult
+from pdstore.errors import Reason
+from pdstore.format.block import HEADER_BYTES
+from pdstore.format.plan import SavePlan
+from pdstore.store.file.store import FileStore
+from pdstore.store.tiers.store import TieredStore
+from pdstore.testing.values import get, put
+from tests.support.arena_kit import SpiedArena, place_of
+from tests.support.kv import BLOCK_BYTES, POISON
+from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+
+SIZE = BLOCK_BYTES + HEADER_BYTES
+BLOCKS = 5  # of 64 tokens
+NUM_TOKENS = 64 * BLOCKS
+
+
+@pytest.fixture
+def arena(library, tmp_path, closed_after):
+    return closed_after(SpiedArena(library, tmp_path))
+
+
+@pytest.fixture
+def files(tmp_path, closed_after):
+    return closed_after(FileStore(tmp_path / "files"))
+
+
+@pytest.fixture
+def store(arena, files, closed_after):
+    return closed_after(TieredStore([arena, files]))
+
+
+def keys_of(p, num_tokens=NUM_TOKENS):
+    return p.cache.keys(range(num_tokens)).store_keys(p.layout.parts)
+
+
+def saved(p, store):
+    """Saves a prompt of P, waits until it is in all tiers, and returns its keys."""
+    assert save(p, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert store.flush()
+    return keys_of(p)
+
+
+@pytest.fixture
+def p(instance):
+    return instance(range_bytes=2 * BLOCK_BYTES)
+
+
+@pytest.fixture
+def d(instance):
+    return instance(fill=POISON, range_bytes=2 * BLOCK_BYTES)
+
+
+def test_what_is_saved_in_place_is_copied_down_and_loaded_in_place(p, d, store, arena, files):
+    keys = saved(p, store)
+    assert files.match(keys) == BLOCKS
+    arena.calls.clear()
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert set(arena.calls) == {"start_scatter", "confirm"}
+
+
+@pytest.mark.parametrize("changes", [{"layer_ranges": 3}, {"draft": "a draft"}, {"native": "off"}])
+def test_each_part_of_a_block_goes_down(instance, store, files, changes):
+    p = instance(range_bytes=BLOCK_BYTES, **changes)
+    keys = saved(p, store)
+    assert files.which_stored(keys) == [True] * len(keys)
+    counts = store.codes()
+    assert (counts["tier1_copied"] >= len(keys), counts["tier1_lost"]) == (True, 0)
+
+
+def test_the_bytes_below_are_those_of_the_arena(p, store, arena, files):
+    keys = saved(p, store)
+    assert get(files, keys, [SIZE] * BLOCKS) == get(arena, keys, [SIZE] * BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [[0, 1, 2, 3, 4], [0], [4], [0, 1, 2], [2, 3, 4], [1, 3], [0, 2, 4]],
+    ids=lambda gone: "".join(map(str, gone)),
+)
+def test_a_load_of_values_that_lie_below_is_whole(p, d, store, arena, gone):
+    keys = saved(p, store)
+    arena.remove([keys[i] for i in gone])
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert [i for i in range(BLOCKS) if not arena.which_stored(keys)[i]] == gone, "none goes up"
+
+
+def test_a_block_that_no_tier_has_ends_a_load_before_it(p, d, store, arena, files):
+    keys = saved(p, store)
+    found = d.cache.match(d.cache.keys(range(NUM_TOKENS)))
+    arena.remove([keys[0], keys[3]])
+    files.remove(keys[3:])
+    result = d.pool.load(found.keys, D_BLOCKS).wait(10)
+    assert result == JobResult(192, Reason.LOST)
+    assert_loaded(p, d, 192)
+
+
+def test_a_damaged_value_below_is_removed_and_ends_a_load_before_it(p, d, store, arena, files):
+    keys = saved(p, store)
+    arena.remove(keys)
+    (value,) = get(files, keys[2:3], [SIZE])
+    files.remove(keys[2:3])
+    put(files, keys[2:3], [value[:-1] + bytes([value[-1] ^ 1])])
+    assert load(d, range(NUM_TOKENS)) == JobResult(128, Reason.CORRUPT)
+    assert_loaded(p, d, 128)
+    assert files.which_stored(keys) == [True, True, False, True, True]
+
+
+def test_a_damaged_value_above_is_removed_from_all_tiers_and_saved_again(p, d, store, arena):
+    keys = saved(p, store)
+    place_of(arena, keys[2], SIZE)[-1] ^= 1
+    assert load(d, range(NUM_TOKENS)) == JobResult(128, Reason.CORRUPT)
+    assert d.tokens(D_BLOCKS)[:128].equal(p.tokens(P_BLOCKS)[:128])
+    assert store.match(keys) == 2
+    save(p, range(NUM_TOKENS))
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+
+
+PREFIX = range(192)
+PROMPT = [*PREFIX, *range(1000, 1100)]
+
+
+@pytest.fixture
+def prefix(p, store):
+    """The keys of a prefix that is stored in all tiers."""
+    assert save(p, PREFIX) == JobResult(192)
+    assert store.flush()
+    return keys_of(p, 192)
+
+
+@pytest.mark.parametrize("num_gone", [1, 3], ids=["partly", "all of it"])
+def test_d_takes_a_hand_off_whose_prefix_lies_below(p, d, arena, prefix, num_gone):
+    arena.remove(prefix[:num_gone])
+    keys = p.cache.keys(PROMPT)
+    assert p.cache.match(keys).num_tokens == 192, "P finds it, too"
+    handoff, _ = p.cache.announce(keys)
+    begun = p.pool.begin_save(SavePlan(keys, handoff=handoff), P_BLOCKS)
+    begun.layers_done(len(p.caches))
+    assert begun.job.wait(10) == JobResult(292)
+    assert load(d, PROMPT) == JobResult(292)
+    assert_loaded(p, d, 292)
+
+
+def test_d_follows_a_p_whose_prefix_lies_below(p, d, arena, prefix):
+    arena.remove(prefix[:2])
+    handoff = HandoffId("1" * 32)
+    job = d.pool.load(d.cache.keys(PROMPT), D_BLOCKS, follow=handoff)
+    begun = p.pool.begin_save(SavePlan(p.cache.keys(PROMPT), handoff=handoff), P_BLOCKS)
+    begun.layers_done(len(p.caches))
+    assert begun.job.wait(10) == JobResult(292)
+    assert job.wait(10) == JobResult(292)
+    assert_loaded(p, d, 292)
+
+
+def test_with_a_seal_key_all_goes_through_staging_and_down_sealed(
+    instance, store, arena, files, tmp_path
+):
+    key_file = tmp_path / "seal.key"
+    key_file.write_text("a" * 64)
+    key_file.chmod(0o600)
+    stack = TieredStore([arena, files], is_right=lambda _: True)
+    p, d = (
+        instance(over=stack, fill=fill, seal_key_file=key_file, range_bytes=2 * BLOCK_BYTES)
+        for fill in (None, POISON)
+    )
+    assert save(p, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert stack.flush()
+    keys = keys_of(p)
+    assert files.match(keys) == BLOCKS
+    arena.remove(keys)
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert not {"fill", "start_scatter"} & set(arena.calls)
