@@ -76,7 +76,7 @@ class Folder {
     int64_t done = 0;
     int32_t why = 0;
     name(values);
-    expect(pds_write_values(engine, temporary.c_str(), values->paths.data(),
+    expect(pds_write_values(engine, way_of(writer), temporary.c_str(), values->paths.data(),
                             values->addresses.data(), values->sizes.data(), values->starts.data(),
                             values->count(), &done, &why) == PDS_OK,
            "a call to write");
@@ -85,7 +85,7 @@ class Folder {
 
   int32_t get(Values *values, pds_engine *engine) const {
     name(values);
-    return pds_read_values(engine, values->paths.data(), values->addresses.data(),
+    return pds_read_values(engine, PDS_CACHED, values->paths.data(), values->addresses.data(),
                            values->sizes.data(), values->starts.data(), values->count());
   }
 
@@ -185,11 +185,11 @@ void arguments_that_do_not_fit(pds_engine *engine) {
   int64_t done = -1;
   int32_t why = -1;
   const auto read = [&](uint64_t to, int64_t size, int64_t count) {
-    return pds_read_values(engine, path.c_str(), &to, &size, start.data(), count);
+    return pds_read_values(engine, PDS_CACHED, path.c_str(), &to, &size, start.data(), count);
   };
   const auto write = [&](uint64_t from, int64_t size, int64_t count) {
-    return pds_write_values(engine, "/tmp/pdstore-files-stress-new", path.c_str(), &from, &size,
-                            start.data(), count, &done, &why);
+    return pds_write_values(engine, PDS_CACHED, "/tmp/pdstore-files-stress-new", path.c_str(),
+                            &from, &size, start.data(), count, &done, &why);
   };
   expect(read(0, kHeader, 1) == PDS_ERR_ARGUMENT && write(0, kHeader, 1) == PDS_ERR_ARGUMENT,
          "no address");
