@@ -135,7 +135,7 @@ class RingMoves {
   RingMoves(DirectWork *work, Ring *ring)
       : work_(work), ring_(ring), moving_(std::min<int64_t>(work->num_pieces(), Ring::kDepth)) {
     for (size_t number = moving_.size(); number-- > 0;) free_.push_back(number);
-    added_.reserve(moving_.size()), ended_.reserve(moving_.size());
+    ended_.reserve(moving_.size());
   }
 
   void run() {
@@ -162,25 +162,20 @@ class RingMoves {
     while (!free_.empty() && work_->next(&piece)) {
       is_any = true;
       const size_t number = free_.back();
-      const int32_t why = moving_[number].begin(piece, work_->is_write());
-      if (why != 0) {
-        work_->end(piece, why);
+      Moving &moving = moving_[number];
+      int32_t why = moving.begin(piece, work_->is_write());
+      uint32_t num_started = 0;
+      if (why == 0) {
+        moving.add_to(ring_, number);
+        ring_->enter(0, &num_started);  // each at once: the next may have to be summed first
+      }
+      if (num_started == 1) {
+        free_.pop_back(), ++num_under_way_;
         continue;
       }
-      free_.pop_back();
-      moving_[number].add_to(ring_, number);
-      added_.push_back(number);
+      if (why == 0) why = moving.end(0);  // the kernel has no memory for it now
+      work_->end(piece, why);
     }
-    uint32_t num_started = 0;
-    ring_->enter(0, &num_started);
-    num_under_way_ += num_started;
-    for (size_t i = num_started; i < added_.size(); ++i) {  // no memory for them in the kernel
-      Moving &moving = moving_[added_[i]];
-      free_.push_back(added_[i]);
-      const int32_t why = moving.end(0);
-      work_->end(moving.piece(), why);
-    }
-    added_.clear();
     return is_any;
   }
 
@@ -202,7 +197,7 @@ class RingMoves {
   DirectWork *work_;
   Ring *ring_;
   std::vector<Moving> moving_;
-  std::vector<size_t> free_, added_;
+  std::vector<size_t> free_;
   std::vector<Ended> ended_;
   int64_t num_under_way_ = 0;
 };
