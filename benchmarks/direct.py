@@ -4,8 +4,9 @@ python -m benchmarks.direct --directory /a/disk [--json FILE]
 
 In each round the ways take turns, first to read and then to write: file:// with ?direct=1 by
 io_uring and by threads, without it, and `fio` (Debian's package) with --direct=1,
---ioengine=io_uring, --iodepth=32 and --bs=1m. Reads are cold and verify each value's checksum;
-writes add it. What is written to the page cache is then forced to the disk. One caller at a time.
+--ioengine=io_uring, --iodepth=32 and --bs=1m. All read the same files, cold, and but for fio verify
+each value's checksum; writes add it. What is written to the page cache is then forced to the disk.
+One caller at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _VALUE = (8 << 20) + HEADER_BYTES
 _SLOT = (8 << 20) + 4096
 _FIO = "fio"
 _FIO_VALUE = 8 << 20
+_FILES = "[0-9a-f][0-9a-f]/pds1:*"
 _WAYS = ("io_uring", "threads", "page cache", _FIO)
 _COLUMNS = ("verb", "way", "GB/s", "best GB/s", "of fio", "best of fio", "CPU s/GB")
 
@@ -54,7 +56,10 @@ class _Measured(NamedTuple):
 
 
 class _Pool:
-    """A file store in a directory of its own, and values that it reads and writes."""
+    """A file store, and values that it reads and writes.
+
+    keys: of the values that are there; another pool of the same directory may read them.
+    """
 
     def __init__(self, store: FileStore, engine: Engine, count: int, *, is_cached: bool) -> None:
         self._store = store
@@ -64,32 +69,41 @@ class _Pool:
         view[:] = secrets.token_bytes(_SLOT) * count
         self._slots = Slots(view, _SLOT, range(count), [_VALUE] * count)
         self._starts = bytes(START_BYTES) * count
-        self._keys: list[BlockKey] = []
+        self.keys: list[BlockKey] = []
 
     def write(self) -> None:
         """Writes new values to the disk, in place of those that were there."""
         store, slots = self._store, self._slots
-        self._keys = [BlockKey(f"pds1:bench:{secrets.token_hex(16)}") for _ in slots.sizes]
-        done = store.put_sealed(self._keys, slots, self._starts, self._engine)
-        assert done == len(self._keys)
+        self.keys = [BlockKey(f"pds1:bench:{secrets.token_hex(16)}") for _ in slots.sizes]
+        done = store.put_sealed(self.keys, slots, self._starts, self._engine)
+        assert done == len(self.keys)
         if self._is_cached:
             for file in self._files():
                 os.fsync(file)
 
     def read(self) -> None:
-        done = self._store.get_right(self._keys, self._slots, self._starts, self._engine)
-        assert done == len(self._keys)
+        done = self._store.get_right(self.keys, self._slots, self._starts, self._engine)
+        assert done == len(self.keys)
 
     def forget(self) -> None:
         """Drops the page cache of all values."""
         for file in self._files():
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
+    def links(self, folder: Path) -> list[Path]:
+        """Gives the values' files short names, too, in a new folder."""
+        folder.mkdir()
+        links = []
+        for n, path in enumerate(self._store.root.glob(_FILES)):
+            links.append(folder / f"v{n}")
+            os.link(path, links[-1])
+        return links
+
     def remove(self) -> None:
-        self._store.remove(self._keys)
+        self._store.remove(self.keys)
 
     def _files(self) -> Iterator[int]:
-        for path in self._store.root.glob("[0-9a-f][0-9a-f]/pds1:*"):
+        for path in self._store.root.glob(_FILES):
             file = os.open(path, os.O_RDONLY)
             try:
                 yield file
@@ -111,17 +125,17 @@ def bench_direct(directory: Path, num_bytes: int, rounds: int) -> Report:
         tempfile.TemporaryDirectory(prefix="pdstore-direct-", dir=directory) as temporary,
         _pools(library, Path(temporary), count) as pools,
     ):
-        path = Path(temporary) / _FIO
+        first = pools[_WAYS[0]]
+        first.write()
+        for pool in pools.values():
+            pool.keys = first.keys
+        os.sync()
         calls = {way: partial(_read, pool, count) for way, pool in pools.items()}
-        calls[_FIO] = partial(_fio, "read", path, count * _FIO_VALUE)
-        for pool in pools.values():
-            _write(pool, count, keep=True)
+        calls[_FIO] = partial(_fio_read, first.links(Path(temporary) / "links"), count)
         _add_rounds("read", calls, rounds, results)
-        for pool in pools.values():
-            pool.remove()
-        path.unlink()
+        first.remove()
         calls = {way: partial(_write, pool, count) for way, pool in pools.items()}
-        calls[_FIO] = partial(_fio, "write", path, count * _FIO_VALUE)
+        calls[_FIO] = partial(_fio_write, Path(temporary) / _FIO, count)
         _add_rounds("write", calls, rounds, results)
     load = os.getloadavg()[0]
     title = f"{count} values of {_VALUE} bytes, {rounds} rounds in turn; load {load:.1f} at the end"
@@ -149,8 +163,9 @@ def _pools(library: Library, directory: Path, count: int) -> Iterator[dict[str, 
         stack.enter_context(closing(engine))
         pools = {}
         for way, direct in ways.items():
-            root = directory / way.replace(" ", "-")
-            store = FileStore(root, budget=4 * count * _SLOT, built=built, direct=direct)
+            store = FileStore(
+                directory / "pool", budget=4 * count * _SLOT, built=built, direct=direct
+            )
             stack.enter_context(closing(store))
             pools[way] = _Pool(store, engine, count, is_cached=direct is None)
         yield pools
@@ -176,10 +191,9 @@ def _read(pool: _Pool, count: int) -> _Measured:
     return _measured(pool.read, count)
 
 
-def _write(pool: _Pool, count: int, *, keep: bool = False) -> _Measured:
+def _write(pool: _Pool, count: int) -> _Measured:
     measured = _measured(pool.write, count)
-    if not keep:
-        pool.remove()
+    pool.remove()
     return measured
 
 
@@ -194,22 +208,31 @@ def _measured(function: Callable[[], None], count: int) -> _Measured:
     return _Measured(gigabytes / seconds, cpu_s / gigabytes)
 
 
-def _fio(verb: str, path: Path, num_bytes: int) -> _Measured:
+def _fio_read(files: Sequence[Path], count: int) -> _Measured:
+    names = ":".join(map(str, files))
+    return _fio("read", {"filename": names, "file_service_type": "sequential"}, count)
+
+
+def _fio_write(path: Path, count: int) -> _Measured:
+    return _fio("write", {"filename": path, "size": count * _FIO_VALUE, "unlink": 1}, count)
+
+
+def _fio(verb: str, of_verb: dict[str, object], count: int) -> _Measured:
     options = {
         "name": "direct",
-        "filename": path,
-        "size": num_bytes,
         "rw": verb,
         "direct": 1,
         "ioengine": "io_uring",
         "iodepth": 32,
         "bs": "1m",
-        "unlink": int(verb == "write"),
         "output-format": "json",
+        **of_verb,
     }
     command = [_FIO, *(f"--{name}={value}" for name, value in options.items())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     [job] = json.loads(done.stdout)["jobs"]
+    num_bytes = job[verb]["io_bytes"]
+    assert num_bytes == count * _FIO_VALUE, "the same bytes as the others"
     seconds = job["job_runtime"] / 1e3
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
     return _Measured(num_bytes / seconds / 1e9, cpu_s / (num_bytes / 1e9))
