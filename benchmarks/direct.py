@@ -130,8 +130,10 @@ def bench_direct(directory: Path, num_bytes: int, rounds: int) -> Report:
         for pool in pools.values():
             pool.keys = first.keys
         os.sync()
+        links = first.links(Path(temporary) / "links")
+        calls: dict[str, Callable[[], _Measured]]
         calls = {way: partial(_read, pool, count) for way, pool in pools.items()}
-        calls[_FIO] = partial(_fio_read, first.links(Path(temporary) / "links"), count)
+        calls[_FIO] = partial(_fio_read, links, count)
         _add_rounds("read", calls, rounds, results)
         first.remove()
         calls = {way: partial(_write, pool, count) for way, pool in pools.items()}

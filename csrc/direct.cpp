@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -123,7 +123,7 @@ void move_by_threads(DirectWork *work) {
     while (static_cast<int64_t>(threads.size()) < num_threads - 1) {
       threads.emplace_back([&] { move_in_turn(work, &mutex); });
     }
-  } catch (const std::system_error &) {  // there are no more: fewer will do
+  } catch (const std::exception &) {  // there are no more: fewer will do
   }
   move_in_turn(work, &mutex);
   for (std::thread &thread : threads) thread.join();

@@ -55,7 +55,9 @@ int32_t open_directly(const char *path, int flags, int *file, int64_t *bytes) {
     why = errno;
   }
   *bytes = status.st_size;
-  if (why != 0) close(*file), *file = -1;
+  if (why == 0) return 0;
+  close(*file), *file = -1;
+  if (flags & O_CREAT) unlink(path);
   return why;
 }
 
