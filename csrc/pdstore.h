@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 26 };
+enum { PDS_ABI = 27 };
 
 enum {
   PDS_OK = 0,
@@ -131,10 +131,14 @@ enum { PDS_RELAXED = 2 };
 int32_t pds_exchange_capture_mode(int32_t *mode);
 
 // Values that are files; each path ends with a zero byte.
+// How their bytes are moved: through the page cache; or past it (O_DIRECT), by io_uring, or where
+// that is refused by threads; or past it by threads in any case.
+enum { PDS_CACHED = 0, PDS_DIRECT = 1, PDS_DIRECT_BY_THREADS = 2 };
 // Reads each value to its address and verifies it; the engine's threads help. `starts`: the first
 // 56 bytes of each. PDS_ERR_VALUE: a value cannot be read or is not right.
-int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
-                        const int64_t *sizes, const char *starts, int64_t count);
+int32_t pds_read_values(pds_engine *engine, int32_t way, const char *paths,
+                        const uint64_t *addresses, const int64_t *sizes, const char *starts,
+                        int64_t count);
 // Checksums (checksum.h) of values in memory, of at least 64 bytes each.
 int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t count,
                        uint64_t *checksums);
@@ -143,9 +147,20 @@ int32_t pds_sum_values(const uint64_t *addresses, const int64_t *sizes, int64_t 
 // too. A file gets its name when it is whole; one that exists counts as written. `temporary` begins
 // the names of unfinished files. Gives how many leading files are written, and the next one's
 // errno.
-int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
+int32_t pds_write_values(pds_engine *engine, int32_t way, const char *temporary, const char *paths,
                          const uint64_t *addresses, const int64_t *sizes, const char *starts,
                          int64_t count, int64_t *num_written, int32_t *why);
+
+// The same past the page cache for bytes as they are, of any length above 0, without an engine.
+// Gives how many leading files are done and what is wrong with the next one: an errno, or -1 for
+// another length.
+int32_t pds_read_files(int32_t way, const char *paths, const uint64_t *addresses,
+                       const int64_t *sizes, int64_t count, int64_t *num_read, int32_t *why);
+int32_t pds_write_files(int32_t way, const char *temporary, const char *paths,
+                        const uint64_t *addresses, const int64_t *sizes, int64_t count,
+                        int64_t *num_written, int32_t *why);
+// Gives 0 if the calling thread can use io_uring, else the errno with which it is refused.
+int32_t pds_try_ring(int32_t *why);
 
 // Says for each path whether a file is there; links are followed.
 int32_t pds_find_files(const char *paths, int64_t num_files, uint8_t *is_there);

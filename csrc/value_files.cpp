@@ -22,20 +22,13 @@
 
 #include "abi.h"
 #include "checksum.h"
+#include "direct_values.h"
+#include "files.h"
 
+using pds::are_values, pds::each_of, pds::link_to, pds::open_file;
 using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
 
 namespace {
-
-// Functions below that return an int32_t give 0 or an errno.
-
-// Opens a file, never through a link; a pipe in its place cannot block the open.
-int32_t open_file(const char *path, int flags, int *file) {
-  do {
-    *file = open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
-  } while (*file < 0 && errno == EINTR);
-  return *file < 0 ? errno : 0;
-}
 
 // Reads so many bytes, fewer only at the end of the file. Returns the number; negative if it fails.
 int64_t read_piece(int file, char *to, int64_t bytes) {
@@ -99,19 +92,6 @@ int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
   return write_piece(file, value, kHeaderBytes, 0);
 }
 
-// Gives a whole file its name, and makes the directory for it at its first use.
-int32_t link_to(const char *temporary, const char *path) {
-  // A link and not a rename, which would replace what is stored.
-  if (link(temporary, path) == 0) return 0;
-  if (errno != ENOENT) return errno;
-  char place[PATH_MAX] = {};
-  const char *name = std::strrchr(path, '/');
-  if (name == nullptr || name - path >= PATH_MAX) return ENOENT;
-  std::memcpy(place, path, name - path);
-  if (mkdir(place, 0700) != 0 && errno != EEXIST) return errno;
-  return link(temporary, path) == 0 ? 0 : errno;
-}
-
 // Writes a value to a path; a file that is there stays.
 int32_t write_path(const char *temporary, const char *path, char *value, int64_t bytes,
                    const char *start) {
@@ -124,21 +104,6 @@ int32_t write_path(const char *temporary, const char *path, char *value, int64_t
   if (why == 0) why = link_to(temporary, path);
   unlink(temporary);
   return why == EEXIST ? 0 : why;
-}
-
-// Finds the beginnings of paths in a text that has a zero byte after each.
-std::vector<const char *> each_of(const char *paths, int64_t count) {
-  std::vector<const char *> found;
-  found.reserve(count);
-  for (int64_t i = 0; i < count; ++i, paths += std::strlen(paths) + 1) found.push_back(paths);
-  return found;
-}
-
-bool are_values(const uint64_t *addresses, const int64_t *sizes, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (addresses[i] == 0 || sizes[i] < kHeaderBytes) return false;
-  }
-  return count >= 0;
 }
 
 constexpr int64_t kNs = 1000000000;  // nanoseconds of a second
@@ -176,11 +141,18 @@ extern "C" int32_t pds_sum_values(const uint64_t *addresses, const int64_t *size
   return PDS_OK;
 }
 
-extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const uint64_t *addresses,
-                                   const int64_t *sizes, const char *starts, int64_t count) {
+extern "C" int32_t pds_read_values(pds_engine *engine, int32_t way, const char *paths,
+                                   const uint64_t *addresses, const int64_t *sizes,
+                                   const char *starts, int64_t count) {
   if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
+    if (way != PDS_CACHED) {
+      int32_t why = 0;
+      const pds::DirectValues values{path, addresses, sizes, starts, count};
+      pds::read_directly(values, pds::direct_way_of(way), &why);
+      return why == 0 ? PDS_OK : PDS_ERR_VALUE;
+    }
     std::atomic<bool> all_right{true};
     engine->crew().each(count, [&](int64_t i) {
       char *to = reinterpret_cast<char *>(addresses[i]);
@@ -192,14 +164,19 @@ extern "C" int32_t pds_read_values(pds_engine *engine, const char *paths, const 
   });
 }
 
-extern "C" int32_t pds_write_values(pds_engine *engine, const char *temporary, const char *paths,
-                                    const uint64_t *addresses, const int64_t *sizes,
-                                    const char *starts, int64_t count, int64_t *num_written,
-                                    int32_t *why) {
+extern "C" int32_t pds_write_values(pds_engine *engine, int32_t way, const char *temporary,
+                                    const char *paths, const uint64_t *addresses,
+                                    const int64_t *sizes, const char *starts, int64_t count,
+                                    int64_t *num_written, int32_t *why) {
   if (!are_values(addresses, sizes, count)) return PDS_ERR_ARGUMENT;
   *num_written = 0, *why = 0;
   return pds::guarded(nullptr, [&] {
     const std::vector<const char *> path = each_of(paths, count);
+    if (way != PDS_CACHED) {
+      const pds::DirectValues values{path, addresses, sizes, starts, count};
+      *num_written = pds::write_directly(values, temporary, pds::direct_way_of(way), why);
+      return PDS_OK;
+    }
     std::vector<std::string> unfinished;
     for (int64_t i = 0; i < count; ++i) {
       unfinished.push_back(std::string(temporary) + '-' + std::to_string(i));

@@ -1,5 +1,6 @@
 // Values that are files, under a sanitizer: threads that share a crew write, read and delete them,
 // and writers are killed. What counts as right is compared, every byte.
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -65,18 +66,27 @@ struct Values {
 // Values lie in directories of this one, which are made by those who write.
 class Folder {
  public:
-  Folder() { expect(mkdtemp(path_) != nullptr, "a folder"); }
+  Folder() {
+    expect(mkdtemp(path_) != nullptr, "a folder");
+    const int file = open((std::string(path_) + "/probe").c_str(), O_RDWR | O_CREAT, 0600);
+    is_direct_ = file >= 0 && fcntl(file, F_SETFL, O_DIRECT) == 0;
+    close(file);
+    unlink((std::string(path_) + "/probe").c_str());
+  }
   ~Folder() { std::filesystem::remove_all(path_); }
   std::string of(int number) const {
     return std::string(path_) + "/" + std::to_string(number % 3) + "/" + std::to_string(number);
   }
+
+  // All ways of moving files in turn, where the file system has them.
+  int32_t way_of(int number) const { return is_direct_ ? number % 3 : PDS_CACHED; }
 
   void put(Values *values, pds_engine *engine, int writer) const {
     const std::string temporary = std::string(path_) + "/new-" + std::to_string(writer);
     int64_t done = 0;
     int32_t why = 0;
     name(values);
-    expect(pds_write_values(engine, temporary.c_str(), values->paths.data(),
+    expect(pds_write_values(engine, way_of(writer), temporary.c_str(), values->paths.data(),
                             values->addresses.data(), values->sizes.data(), values->starts.data(),
                             values->count(), &done, &why) == PDS_OK,
            "a call to write");
@@ -85,8 +95,9 @@ class Folder {
 
   int32_t get(Values *values, pds_engine *engine) const {
     name(values);
-    return pds_read_values(engine, values->paths.data(), values->addresses.data(),
-                           values->sizes.data(), values->starts.data(), values->count());
+    return pds_read_values(engine, way_of(values->numbers[0]), values->paths.data(),
+                           values->addresses.data(), values->sizes.data(), values->starts.data(),
+                           values->count());
   }
 
   // Deletes a value, which others may do at the same time.
@@ -114,6 +125,7 @@ class Folder {
     for (const int n : values->numbers) values->paths += of(n) + '\0';
   }
 
+  bool is_direct_ = false;
   char path_[64] = "/tmp/pdstore-files-stress-XXXXXX";
 };
 
@@ -185,11 +197,11 @@ void arguments_that_do_not_fit(pds_engine *engine) {
   int64_t done = -1;
   int32_t why = -1;
   const auto read = [&](uint64_t to, int64_t size, int64_t count) {
-    return pds_read_values(engine, path.c_str(), &to, &size, start.data(), count);
+    return pds_read_values(engine, PDS_CACHED, path.c_str(), &to, &size, start.data(), count);
   };
   const auto write = [&](uint64_t from, int64_t size, int64_t count) {
-    return pds_write_values(engine, "/tmp/pdstore-files-stress-new", path.c_str(), &from, &size,
-                            start.data(), count, &done, &why);
+    return pds_write_values(engine, PDS_CACHED, "/tmp/pdstore-files-stress-new", path.c_str(),
+                            &from, &size, start.data(), count, &done, &why);
   };
   expect(read(0, kHeader, 1) == PDS_ERR_ARGUMENT && write(0, kHeader, 1) == PDS_ERR_ARGUMENT,
          "no address");

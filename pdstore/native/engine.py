@@ -12,7 +12,7 @@ from ctypes import byref, c_int32, c_int64, c_void_p
 
 from pdstore.errors import LayoutError, SwapError
 from pdstore.native import library as abi
-from pdstore.native.library import Library, checked, joined
+from pdstore.native.library import FileWay, Library, checked, joined
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,12 @@ class Engine:
         return Ticket(self._library, handle)
 
     def read_values(
-        self, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
+        self,
+        paths: Sequence[str],
+        addresses: bytes,
+        sizes: bytes,
+        starts: bytes,
+        way: FileWay = FileWay.CACHED,
     ) -> bool:
         """Reads each file to its address and verifies it, on threads of the engine.
 
@@ -105,14 +110,20 @@ class Engine:
         """
         with self.lent() as handle:
             code = self._calls.pds_read_values(
-                handle, joined(paths), addresses, sizes, starts, len(paths)
+                handle, way, joined(paths), addresses, sizes, starts, len(paths)
             )
         if code not in (abi.Code.OK, abi.Code.VALUE):
             raise SwapError(f"values cannot be read: {abi.Code(code).name}")
         return bool(code == abi.Code.OK)
 
     def write_values(
-        self, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes, starts: bytes
+        self,
+        temporary: str,
+        paths: Sequence[str],
+        addresses: bytes,
+        sizes: bytes,
+        starts: bytes,
+        way: FileWay = FileWay.CACHED,
     ) -> tuple[int, int]:
         """Adds headers and checksums to values in memory, then writes these values to files.
 
@@ -130,7 +141,9 @@ class Engine:
         names = os.fsencode(temporary), joined(paths)
         with self.lent() as handle:
             code = self._calls.pds_write_values(
-                *(handle, *names, addresses, sizes, starts, len(paths)), byref(done), byref(why)
+                *(handle, way, *names, addresses, sizes, starts, len(paths)),
+                byref(done),
+                byref(why),
             )
         if code != abi.Code.OK:
             raise SwapError(f"values cannot be written: {abi.Code(code).name}")

@@ -18,7 +18,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 26
+ABI = 27
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -31,6 +31,17 @@ class CopyPath(enum.IntEnum):
     BATCH = 1
     STRIDED = 2
     STAGE = 3
+
+
+class FileWay(enum.IntEnum):
+    """Ways in which the bytes of files are moved: through the page cache, or past it.
+
+    DIRECT is io_uring; where that is refused, it is what DIRECT_BY_THREADS always is.
+    """
+
+    CACHED = 0
+    DIRECT = 1
+    DIRECT_BY_THREADS = 2
 
 
 class Code(enum.IntEnum):
@@ -109,9 +120,12 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_unregister": [c_int32, c_uint64, _P],
     "pds_populate": [c_uint64, c_int64],
     "pds_exchange_capture_mode": [_P],
-    "pds_read_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_int64],
+    "pds_read_values": [_P, c_int32, c_char_p, c_char_p, c_char_p, c_char_p, c_int64],
     "pds_sum_values": [_P, _P, c_int64, _P],
-    "pds_write_values": [_P, c_char_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int64, _P, _P],
+    "pds_write_values": [_P, c_int32, *[c_char_p] * 5, c_int64, _P, _P],
+    "pds_read_files": [c_int32, *[c_char_p] * 3, c_int64, _P, _P],
+    "pds_write_files": [c_int32, *[c_char_p] * 4, c_int64, _P, _P],
+    "pds_try_ring": [_P],
     "pds_find_files": [c_char_p, c_int64, _P],
     "pds_stat_files": [c_char_p, c_int64, _P],
     "pds_delete_files": [c_char_p, c_int64, _P, _P],
@@ -211,6 +225,44 @@ class Library:
         if self.calls.pds_sum_values(places, lengths, count, sums):
             raise ValueError("a value of fewer bytes than a header, or no address")
         return list(sums)
+
+    def read_files(
+        self, way: FileWay, paths: Sequence[str], addresses: bytes, sizes: bytes
+    ) -> tuple[int, int]:
+        """Reads whole files to their addresses, past the page cache, until one cannot be read.
+
+        addresses, sizes: packed, 64 bits for each number.
+        Returns how many leading files were read, and 0 or what is wrong with the next one: an
+        errno, or -1 for another length. Raises MemoryError.
+        """
+        done = c_int64()
+        why = c_int32()
+        ends = (byref(done), byref(why))
+        if self.calls.pds_read_files(way, joined(paths), addresses, sizes, len(paths), *ends):
+            raise MemoryError
+        return done.value, why.value
+
+    def write_files(
+        self, way: FileWay, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes
+    ) -> tuple[int, int]:
+        """Writes values to files past the page cache, as `Engine.write_values`, without headers.
+
+        Raises MemoryError.
+        """
+        done = c_int64()
+        why = c_int32()
+        names = os.fsencode(temporary), joined(paths)
+        ends = (byref(done), byref(why))
+        if self.calls.pds_write_files(way, *names, addresses, sizes, len(paths), *ends):
+            raise MemoryError
+        return done.value, why.value
+
+    def why_no_ring(self) -> int:
+        """Returns 0 if this thread can use io_uring, else the errno with which it is refused."""
+        why = c_int32()
+        if self.calls.pds_try_ring(byref(why)):
+            raise MemoryError
+        return why.value
 
     def find_files(self, paths: Sequence[str]) -> list[bool]:
         """Returns for each path whether a file exists there."""

@@ -35,8 +35,8 @@ _OF_REDIS = ("redis", "rediss", "valkey", "valkeys")
 class StoreURL:
     """A parsed store URL.
 
-    A store takes its options with `size`, `seconds` and `options.pop`; then `finish` refuses the
-    options that are left.
+    A store takes its options with `size`, `seconds`, `switch` and `options.pop`; then `finish`
+    refuses the options that are left.
 
     more_hosts: the hosts after the first in `host1:port,host2`. A store that uses several hosts
       empties this list.
@@ -150,6 +150,13 @@ class StoreURL:
                 f" if milliseconds were meant, write {option}={value / 1000:g}"
             )
         return value
+
+    def switch(self, option: str) -> bool:
+        """Takes an option that is 1 or 0, and 0 if it is missing. Raises ConfigError otherwise."""
+        text = self.options.pop(option, "0")
+        if text not in ("0", "1"):
+            raise ConfigError(f"{self.label}: {option}={text!r} is neither 1 nor 0")
+        return text == "1"
 
     def inner(self, prefix: str) -> str:
         """Returns the URL without the options taken so far, and without `prefix` in its scheme."""

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from benchmarks import direct
 from benchmarks.command import run
 from benchmarks.handoff.__main__ import parse
 from benchmarks.handoff.recorder import WATCHED
@@ -104,3 +105,10 @@ def test_a_thousand_requests_at_64_at_a_time(tmp_path):
     assert found["decode"]["load_s"]["all_below"] <= 5.0, "1 s to wait, 1 s to load, and to end"
     early, late = found["peak_mib_after_a_tenth"], found["peak_mib"]
     assert all(late[name] < early[name] + 64 for name in late), (early, late)
+
+
+def test_direct_reads_without_fio_are_one_line_that_names_its_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["direct", "--directory", str(tmp_path)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="fio is not installed: apt-get install fio"):
+        direct.main()

@@ -9,7 +9,9 @@ import contextlib
 import errno
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pdstore.errors import (
@@ -21,12 +23,13 @@ from pdstore.errors import (
     StoreUnavailable,
     WrongLength,
 )
-from pdstore.native.library import Library
+from pdstore.native.library import Library, address_of
 from pdstore.store.base import Slots
 from pdstore.store.file.mount import FULL
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo that somebody put there cannot hang us
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags with which values are opened; a fifo that somebody put there cannot hang the open."""
 OTHER_LENGTH = -1
 """Stands for an errno where a file does not have the expected length."""
 _KINDS: dict[int, type[StoreError]] = {
@@ -123,11 +126,25 @@ def write_values(temporary: str, paths: Sequence[str], slots: Slots) -> Ended:
 
     temporary: a name on the same file system, for a file that is not whole yet.
     """
+    return write_each(temporary, paths, slots, _write_all)
+
+
+def write_each(
+    temporary: str,
+    paths: Sequence[str],
+    slots: Slots,
+    write: Callable[[memoryview, int], None],
+    flags: int = 0,
+) -> Ended:
+    """Writes slots to their paths as `write_values` does, each by `write` to an open file.
+
+    flags: more flags with which the files are opened.
+    """
     n = 0
     try:
         for n, path in enumerate(paths):
             if not os.access(path, os.F_OK):
-                _write(temporary, path, slots.value(n))
+                _make_file(temporary, path, partial(write, slots.value(n)), flags)
     except OSError as error:
         return Ended(n, error.errno or 0)
     return Ended(len(paths), 0)
@@ -154,10 +171,17 @@ def renew_leases(paths: Sequence[str], now: int, end: int, library: Library | No
     return Ended(num_done, 0)
 
 
+def packed(slots: Slots) -> tuple[bytes, bytes]:
+    """Returns where the slots lie and their values' sizes, as the library takes them."""
+    base = address_of(slots.view)
+    addresses = [base + number * slots.slot_bytes for number in slots.numbers]
+    return array("Q", addresses).tobytes(), array("q", slots.sizes).tobytes()
+
+
 def can_read(path: str) -> bool:
     """Returns whether the first byte of a file can be read."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, _READ)
+        fd = os.open(path, READ)
         try:
             return len(os.read(fd, 1)) == 1
         finally:
@@ -171,7 +195,7 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
     `spare` is one more byte, which only a file that is too long fills. This saves the system call
     that would ask for the file's length.
     """
-    fd = os.open(path, _READ)
+    fd = os.open(path, READ)
     try:
         done = more = os.readv(fd, [piece, spare])
         while more and done < len(piece):
@@ -182,14 +206,18 @@ def _read(path: str, piece: memoryview, spare: bytearray) -> int:
         os.close(fd)
 
 
-def _write(temporary: str, path: str, piece: memoryview) -> None:
-    """Writes a file, whole or not at all; leaves the file alone if others have written it."""
-    fd = os.open(temporary, _CREATE, 0o600)
+def _write_all(piece: memoryview, fd: int) -> None:
+    done = os.write(fd, piece)
+    while done < len(piece):
+        done += os.write(fd, piece[done:])
+
+
+def _make_file(temporary: str, path: str, write: Callable[[int], None], flags: int) -> None:
+    """Makes a file, whole or not at all; leaves the file alone if others have made it."""
+    fd = os.open(temporary, _CREATE | flags, 0o600)
     try:
         try:
-            done = os.write(fd, piece)
-            while done < len(piece):
-                done += os.write(fd, piece[done:])
+            write(fd)
             os.utime(fd)  # a value that is used when it is whole, not when its writing began
         finally:
             os.close(fd)

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,10 +18,11 @@ from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
-from pdstore.native.library import Library, address_of, built_library
+from pdstore.native.library import FileWay, Library, built_library
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, log_once
 from pdstore.store.file.bell import Bell
+from pdstore.store.file.direct import DirectFiles
 from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
@@ -31,6 +31,7 @@ from pdstore.store.file.files import (
     can_read,
     error_of,
     named_error,
+    packed,
     read_values,
     renew_leases,
     write_values,
@@ -59,7 +60,7 @@ Its arguments: a temporary name, the paths, and the indices of these values in t
 
 
 class FileStore(Store):
-    """`file:///dir?budget=20GiB&lease=10`, or `file://` for a directory of this user.
+    """`file:///dir?budget=20GiB&lease=10&direct=1`, or `file://` for a directory of this user.
 
     Any number of processes and hosts may share the directory; all must give the same lease. A value
     is written under a temporary name and linked to its key's name when it is whole, so that nobody
@@ -69,6 +70,8 @@ class FileStore(Store):
     use. Tails and markers are deleted after `PDSTORE_HANDOFF_TTL_S`, blocks for want of room.
 
     built: returns the native library if it is built, else None: no lookup waits for a compiler.
+
+    direct: moves values past the page cache; None: through it.
 
     doubts: what may not work as the user expects; also logged.
 
@@ -83,6 +86,7 @@ class FileStore(Store):
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
         built: Callable[[], Library | None] = lambda: None,
+        direct: DirectFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.label = f"file://{root}"
@@ -91,23 +95,32 @@ class FileStore(Store):
         self._lease_s = lease_s
         self._built = built
         self._silent_until = Deadline(0.0)
+        self._way = direct.way if direct else FileWay.CACHED
+        self._read_values = direct.read_values if direct else read_values
+        self._write_values = direct.write_values if direct else write_values
+        self._mount = mount_of(root)
         with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
+            if direct is not None:
+                direct.check(root, self._mount, self._directory.temporary())
             self._bell = Bell(root, self._directory.clock.now_ns)
             self._path_of = lru_cache(_MAX_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
-        self._mount = mount_of(root)
         readable = ByteSize(self._evictor.budget.num_bytes).human_readable()
         log_once(log, f"pool in {root}, budget {readable}: P and D must use the same directory")
         self.doubts = [*self._evictor.doubts(), *self._mount.doubts()]
+        self.doubts.extend(direct.doubts() if direct else ())
         for _, message, remedy in self.doubts:
             log_once(log, f"{self.label}: {message}: {remedy}", logging.WARNING)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> FileStore:
         built = partial(built_library, settings)
-        return cls(handoff_ttl_s=settings.handoff_ttl_s, built=built, **_options_of(url))
+        options = _options_of(url)
+        direct = DirectFiles(built) if options.pop("direct") else None
+        ttl_s = settings.handoff_ttl_s
+        return cls(handoff_ttl_s=ttl_s, built=built, direct=direct, **options)
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
@@ -160,7 +173,7 @@ class FileStore(Store):
         paths = self._enter(keys, slots)
 
         def read(start: int) -> Ended:
-            return read_values(paths[start:], slots.part(start, len(keys)))
+            return self._read_values(paths[start:], slots.part(start, len(keys)))
 
         return self._serve(keys, paths, read, can_read)
 
@@ -169,13 +182,14 @@ class FileStore(Store):
     ) -> int:
         paths = self._enter(keys, slots)
         _check_sizes(slots)
-        return len(keys) if engine.read_values(paths, *_packed(slots), header_prefixes) else 0
+        is_right = engine.read_values(paths, *packed(slots), header_prefixes, self._way)
+        return len(keys) if is_right else 0
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)
 
         def write(temporary: str, of_part: Sequence[str], part: range) -> Ended:
-            return write_values(temporary, of_part, slots.part(part.start, part.stop))
+            return self._write_values(temporary, of_part, slots.part(part.start, part.stop))
 
         return self._put(keys, paths, slots.sizes, write)
 
@@ -190,7 +204,8 @@ class FileStore(Store):
             begin = part.start * START_BYTES
             end = part.stop * START_BYTES
             prefixes = header_prefixes[begin:end]
-            return Ended(*engine.write_values(temporary, of_part, *_packed(of), prefixes))
+            packed_of = packed(of)
+            return Ended(*engine.write_values(temporary, of_part, *packed_of, prefixes, self._way))
 
         return self._put(keys, paths, slots.sizes, write)
 
@@ -397,7 +412,7 @@ class FileStore(Store):
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
-    """Returns a URL's directory, budget and lease. Raises ConfigError."""
+    """Returns a URL's directory, budget, lease and whether it is direct. Raises ConfigError."""
     if url.host or url.path == "/":
         raise ConfigError(
             f"{url.label}: write file:///an/absolute/directory,"
@@ -405,21 +420,15 @@ def _options_of(url: StoreURL) -> dict[str, Any]:
         )
     budget = url.size("budget", 0) or None
     lease_s = url.seconds("lease", DEFAULT_LEASE_S)
-    url.finish("budget, lease")
+    direct = url.switch("direct")
+    url.finish("budget, lease, direct")
     if lease_s > MAX_LEASE_S:
         raise ConfigError(f"{url.label}: lease must be at most {MAX_LEASE_S:g} seconds")
     root = Path(url.path) if url.path else cache_directory("pool")
-    return {"root": root, "budget": budget, "lease_s": lease_s}
+    return {"root": root, "budget": budget, "lease_s": lease_s, "direct": direct}
 
 
 def _check_sizes(slots: Slots) -> None:
     """Raises ValueError for a value that is too short to hold a checksum."""
     if min(slots.sizes, default=HEADER_BYTES) < HEADER_BYTES:
         raise ValueError(f"a value of fewer than {HEADER_BYTES} bytes has no checksum")
-
-
-def _packed(slots: Slots) -> tuple[bytes, bytes]:
-    """Returns where the slots lie and their values' sizes, as the library takes them."""
-    base = address_of(slots.view)
-    addresses = [base + number * slots.slot_bytes for number in slots.numbers]
-    return array("Q", addresses).tobytes(), array("q", slots.sizes).tobytes()

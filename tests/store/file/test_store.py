@@ -141,7 +141,7 @@ def test_a_home_that_cannot_be_written_is_told_with_what_to_name(monkeypatch):
         ("file:///x?budget=much", "write one like 20GiB"),
         ("file:///x?lease=7200", "at most 3600"),
         ("file:///x?lease=-1", "positive"),
-        ("file:///x?bugdet=1GiB", "unknown option 'bugdet'; known: budget, lease"),
+        ("file:///x?bugdet=1GiB", "unknown option 'bugdet'; known: budget, lease, direct"),
     ],
 )
 def test_a_bad_url_says_what_to_write(url, words):
