@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import threading
 from array import array
 
@@ -178,6 +179,27 @@ def test_threads_and_a_child_have_rings_of_their_own(library, disk, way):
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+def test_a_process_that_may_have_no_more_threads_reads_and_writes_all(library, disk, way):
+    """The kernel then cancels what its own threads would have done for a ring."""
+    slots = aligned([4 * MIB + 64] * 8)
+    places = addresses_and_sizes(slots)
+
+    def child():
+        if os.geteuid() == 0:  # for whom there is no limit
+            os.setresuid(65534, 65534, 0)
+            ctypes.CDLL(None).setfsuid(0)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        for n in range(3):
+            paths = [str(disk / f"{n}-{i}") for i in range(8)]
+            if library.write_files(way, str(disk / "new"), paths, *places) != (8, 0):
+                return False
+            if library.read_files(way, paths, *places) != (8, 0):
+                return False
+        return True
+
+    assert exit_code_of(child) == 0
 
 
 def test_the_library_says_whether_io_uring_is_allowed(library, way):
