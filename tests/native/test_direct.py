@@ -202,6 +202,25 @@ def test_a_process_that_may_have_no_more_threads_reads_and_writes_all(library, d
     assert exit_code_of(child) == 0
 
 
+def test_a_child_that_has_closed_its_files_loses_none_of_the_next(library, disk, way):
+    """The number of its parent's ring may be that of another file."""
+    slots = aligned([MIB] * 2)
+    paths = [str(disk / f"{i}") for i in range(2)]
+    places = addresses_and_sizes(slots)
+
+    def child():
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        os.closerange(3, highest + 1)
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(3, highest + 1)]
+        is_read = library.read_files(way, paths, *places) == (2, 0)
+        for file in files:
+            os.fstat(file)  # OSError if it is closed
+        return is_read
+
+    assert library.write_files(way, str(disk / "new"), paths, *places) == (2, 0)
+    assert exit_code_of(child) == 0
+
+
 def test_the_library_says_whether_io_uring_is_allowed(library, way):
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)
