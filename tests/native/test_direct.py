@@ -221,6 +221,25 @@ def test_a_child_that_has_closed_its_files_loses_none_of_the_next(library, disk,
     assert exit_code_of(child) == 0
 
 
+def test_more_values_than_a_process_may_open_files_are_read(library, disk, way):
+    values = contents_of([MIB + n for n in range(40)])
+    paths = [str(disk / f"{i}") for i in range(40)]
+    for path, value in zip(paths, values, strict=True):
+        with open(path, "wb") as file:
+            file.write(value)
+
+    def child():
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while os.open("/dev/null", os.O_RDONLY) < highest:
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 6, highest + 6))
+        slots = aligned([len(value) for value in values])
+        ended = library.read_files(way, paths, *addresses_and_sizes(slots))
+        return ended == (40, 0) and all(slots.value(i) == values[i] for i in range(40))
+
+    assert exit_code_of(child) == 0
+
+
 def test_the_library_says_whether_io_uring_is_allowed(library, way):
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)
