@@ -21,6 +21,13 @@ namespace {
 constexpr int64_t kMostThreads = 8;
 constexpr useconds_t kPauseUs = 1000;
 
+// What a ring may answer where a plain read or write would do: it was interrupted; or the kernel may
+// not make the thread that would have carried it out, had no memory for it, or does not know it.
+bool is_of_ring(int64_t moved) {
+  return moved == -EINTR || moved == -EAGAIN || moved == -ECANCELED || moved == -ENOMEM ||
+         moved == -EINVAL || moved == -EOPNOTSUPP;
+}
+
 struct Freed {
   void operator()(char *memory) const { std::free(memory); }
 };
@@ -56,7 +63,7 @@ class Moving {
   // Ends what has moved so many bytes, or failed with a negative errno; moves what is left.
   int32_t end(int64_t moved) {
     const int64_t wanted = is_write_ ? in_pages(piece_.bytes) : piece_.bytes;
-    if (moved == -EINTR || moved == -EAGAIN) moved = 0;
+    if (is_of_ring(moved)) moved = 0;
     int64_t done = std::max<int64_t>(moved, 0);
     while (moved >= 0 && done < wanted) {
       set_parts(done & -kPageBytes);

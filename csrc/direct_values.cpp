@@ -99,10 +99,10 @@ class ValuesWork : public DirectWork {
 
 class Reading final : public ValuesWork {
  public:
-  explicit Reading(const DirectValues &values)
-      : ValuesWork(values, 0, values.count), files_(values.count) {
-    for (int64_t i = 0; i < values.count; ++i) {
-      files_[i].is_here.resize(num_pieces_of(values.sizes[i]));
+  Reading(const DirectValues &values, int64_t first, int64_t last)
+      : ValuesWork(values, first, last), first_(first), files_(last - first) {
+    for (int64_t i = first; i < last; ++i) {
+      of(i).is_here.resize(num_pieces_of(values.sizes[i]));
     }
   }
   ~Reading() override {
@@ -114,7 +114,7 @@ class Reading final : public ValuesWork {
 
   bool next(Piece *piece) override {
     if (is_over()) return false;
-    File &file = files_[current_];
+    File &file = of(current_);
     if (file.num_given == 0 && !open(current_)) return false;
     *piece = piece_of(current_, file.num_given++, file.file);
     if (file.num_given == file.num_pieces()) ++current_;
@@ -122,7 +122,7 @@ class Reading final : public ValuesWork {
   }
 
   void end(const Piece &piece, int32_t why) override {
-    File &file = files_[piece.value];
+    File &file = of(piece.value);
     ++file.num_ended;
     if (why != 0) {
       fail(piece.value, why);
@@ -148,9 +148,11 @@ class Reading final : public ValuesWork {
     int64_t num_pieces() const { return static_cast<int64_t>(is_here.size()); }
   };
 
+  File &of(int64_t value) { return files_[value - first_]; }
+
   bool open(int64_t value) {
     int64_t bytes = 0;
-    int32_t why = open_directly(values_.paths[value], O_RDONLY, &files_[value].file, &bytes);
+    int32_t why = open_directly(values_.paths[value], O_RDONLY, &of(value).file, &bytes);
     if (why == 0 && bytes != values_.sizes[value]) why = kShorter;
     if (why != 0) fail(value, why);
     return why == 0;
@@ -158,7 +160,7 @@ class Reading final : public ValuesWork {
 
   // Adds the pieces that are here and follow those that were added.
   void sum(int64_t value) {
-    File &file = files_[value];
+    File &file = of(value);
     if (values_.start(value) == nullptr) return;
     const int64_t before = file.num_summed;
     while (file.num_summed < file.num_pieces() && file.is_here[file.num_summed]) ++file.num_summed;
@@ -168,6 +170,7 @@ class Reading final : public ValuesWork {
     file.sum.add_until(memory_of(value), end, bytes);
   }
 
+  const int64_t first_;
   std::vector<File> files_;
 };
 
@@ -275,10 +278,16 @@ class Writing final : public ValuesWork {
 }  // namespace
 
 int64_t read_directly(const DirectValues &values, DirectWay way, int32_t *why) {
-  Reading reading(values);
-  move_directly(&reading, way);
-  *why = reading.why();
-  return reading.failed();
+  const auto read = [&](int64_t first, int64_t last) {
+    Reading reading(values, first, last);
+    move_directly(&reading, way);
+    *why = reading.why();
+    return reading.failed();
+  };
+  int64_t done = read(0, values.count);
+  if (*why != EMFILE && *why != ENFILE) return done;
+  while (done < values.count && read(done, done + 1) > done) ++done;  // one file open at a time
+  return done;
 }
 
 int64_t write_directly(const DirectValues &values, const char *temporary, DirectWay way,

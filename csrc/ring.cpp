@@ -1,6 +1,7 @@
 #include "ring.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -72,13 +73,22 @@ Ring::Ring() : process_(getpid()) {
 Ring::~Ring() {
   if (entries_ != nullptr) munmap(entries_, entries_bytes_);
   if (rings_ != nullptr) munmap(rings_, rings_bytes_);
-  if (file_ >= 0) close(file_);
+  if (has_file()) close(file_);  // a child that became a daemon has closed all of its files
+}
+
+bool Ring::has_file() const {
+  struct stat status{};
+  return file_ >= 0 && fstat(file_, &status) == 0 && status.st_dev == device_ &&
+         status.st_ino == inode_;
 }
 
 int32_t Ring::open() {
   Setup setup{};
   file_ = static_cast<int>(syscall(kSetupCall, kDepth, &setup));
   if (file_ < 0) return errno;
+  struct stat status{};
+  if (fstat(file_, &status) != 0) return errno;
+  device_ = status.st_dev, inode_ = status.st_ino;
   if (!(setup.features & kOneMapping)) return ENOSYS;  // before Linux 5.4
   rings_bytes_ = std::max<size_t>(setup.added.places + setup.num_entries * sizeof(uint32_t),
                                   setup.ended.results + setup.num_results * sizeof(RingResult));

@@ -40,12 +40,16 @@ class Ring {
 
  private:
   bool is_open() const { return why_ == 0; }
+  // False if somebody has closed the file, and its number may be another file's.
+  bool has_file() const;
   int32_t open();
   int32_t check();
   void push(const RingEntry &entry);
 
   const pid_t process_;
   int file_ = -1;
+  dev_t device_ = 0;
+  ino_t inode_ = 0;
   int32_t why_ = 0;  // why it is not open
   uint32_t num_added_ = 0;
   void *rings_ = nullptr;

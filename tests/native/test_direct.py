@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import resource
 import threading
 from array import array
 
@@ -178,6 +179,65 @@ def test_threads_and_a_child_have_rings_of_their_own(library, disk, way):
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+def test_a_process_that_may_have_no_more_threads_reads_and_writes_all(library, disk, way):
+    """The kernel then cancels what its own threads would have done for a ring."""
+    slots = aligned([4 * MIB + 64] * 8)
+    places = addresses_and_sizes(slots)
+
+    def child():
+        if os.geteuid() == 0:  # for whom there is no limit
+            os.setresuid(65534, 65534, 0)
+            ctypes.CDLL(None).setfsuid(0)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        for n in range(3):
+            paths = [str(disk / f"{n}-{i}") for i in range(8)]
+            if library.write_files(way, str(disk / "new"), paths, *places) != (8, 0):
+                return False
+            if library.read_files(way, paths, *places) != (8, 0):
+                return False
+        return True
+
+    assert exit_code_of(child) == 0
+
+
+def test_a_child_that_has_closed_its_files_loses_none_of_the_next(library, disk, way):
+    """The number of its parent's ring may be that of another file."""
+    slots = aligned([MIB] * 2)
+    paths = [str(disk / f"{i}") for i in range(2)]
+    places = addresses_and_sizes(slots)
+
+    def child():
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        os.closerange(3, highest + 1)
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(3, highest + 1)]
+        is_read = library.read_files(way, paths, *places) == (2, 0)
+        for file in files:
+            os.fstat(file)  # OSError if it is closed
+        return is_read
+
+    assert library.write_files(way, str(disk / "new"), paths, *places) == (2, 0)
+    assert exit_code_of(child) == 0
+
+
+def test_more_values_than_a_process_may_open_files_are_read(library, disk, way):
+    values = contents_of([MIB + n for n in range(40)])
+    paths = [str(disk / f"{i}") for i in range(40)]
+    for path, value in zip(paths, values, strict=True):
+        with open(path, "wb") as file:
+            file.write(value)
+
+    def child():
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while os.open("/dev/null", os.O_RDONLY) < highest:
+            pass
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 6, highest + 6))
+        slots = aligned([len(value) for value in values])
+        ended = library.read_files(way, paths, *addresses_and_sizes(slots))
+        return ended == (40, 0) and all(slots.value(i) == values[i] for i in range(40))
+
+    assert exit_code_of(child) == 0
 
 
 def test_the_library_says_whether_io_uring_is_allowed(library, way):

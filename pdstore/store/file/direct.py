@@ -26,6 +26,7 @@ from pdstore.store.file.mount import FULL, Doubt, Mount
 _PAGE = 4096  # the grain of all addresses, places and lengths of a direct read or write
 _PIECE = 1 << 20
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _WITHOUT = "leave direct=1 out, or name a directory on a disk (ext4, xfs)"
 
 
@@ -42,7 +43,7 @@ class DirectFiles:
         self.way = FileWay.DIRECT_BY_THREADS if by_threads else FileWay.DIRECT
 
     def check(self, root: Path, mount: Mount, temporary: str) -> None:
-        """Raises ConfigError if the file system has no direct reads and writes.
+        """Raises ConfigError if the file system has no direct reads and writes; and OSError.
 
         temporary: a path on it, at which nothing is.
         """
@@ -55,6 +56,8 @@ class DirectFiles:
         except OSError as error:
             if error.errno in FULL:
                 return
+            if error.errno not in _REFUSED:
+                raise
             raise ConfigError(
                 f"file://{root}: its file system has no direct reads and writes"
                 f" ({error.strerror}): {_WITHOUT}"

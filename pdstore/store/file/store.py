@@ -98,9 +98,9 @@ class FileStore(Store):
         self._way = direct.way if direct else FileWay.CACHED
         self._read_values = direct.read_values if direct else read_values
         self._write_values = direct.write_values if direct else write_values
-        self._mount = mount_of(root)
         with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
+            self._mount = mount_of(root)  # after its first use, which may have mounted it
             if direct is not None:
                 direct.check(root, self._mount, self._directory.temporary())
             self._bell = Bell(root, self._directory.clock.now_ns)

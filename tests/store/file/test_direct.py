@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pdstore.errors import ConfigError, StoreFull, StoreUnavailable
+from pdstore.errors import ConfigError, StoreError, StoreFull, StoreUnavailable
 from pdstore.format.block import START_BYTES
 from pdstore.native.library import load_library
 from pdstore.settings import Settings
@@ -188,6 +188,20 @@ def test_a_file_system_without_direct_reads_is_refused(disk, monkeypatch):
 
     monkeypatch.setattr(os, "open", refusing)
     with pytest.raises(ConfigError, match=r"has no direct reads and writes.*leave direct=1 out"):
+        open_store(f"file://{disk}/pool?direct=1", Settings())
+
+
+@pytest.mark.parametrize("why", [errno.EMFILE, errno.ETIMEDOUT, errno.EIO])
+def test_an_error_at_the_start_is_not_taken_for_a_file_system_without_them(disk, monkeypatch, why):
+    real = os.open
+
+    def failing(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            raise OSError(why, os.strerror(why))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(StoreError, match=os.strerror(why)):
         open_store(f"file://{disk}/pool?direct=1", Settings())
 
 

@@ -187,6 +187,17 @@ def test_a_pool_on_nfs_works_as_any_other(tmp_path, monkeypatch, closed_after):
     assert get(store, keys[55:65], [SIZE] * 10) == [content(key, SIZE) for key in keys[55:60]]
 
 
+def test_a_file_system_that_is_mounted_at_its_first_use_is_seen(
+    tmp_path, monkeypatch, closed_after
+):
+    def mount_of_automount(path):
+        return Mount("nfs4" if (path / "pool.lock").exists() else "autofs", frozenset())
+
+    monkeypatch.setattr("pdstore.store.file.store.mount_of", mount_of_automount)
+    store = closed_after(FileStore(tmp_path / "pool", budget=1 << 30))
+    assert "mount" in [doubt.subject for doubt in store.doubts]
+
+
 @pytest.mark.misconfiguration("NFS without `lookupcache=positive`")
 def test_doctor_and_the_start_say_how_to_mount_nfs(tmp_path, monkeypatch, caplog):
     nfs = Mount("nfs4", frozenset({"rw", "vers=4.2"}))
