@@ -21,8 +21,9 @@ namespace {
 constexpr int64_t kMostThreads = 8;
 constexpr useconds_t kPauseUs = 1000;
 
-// What a ring may answer where a plain read or write would do: it was interrupted; or the kernel may
-// not make the thread that would have carried it out, had no memory for it, or does not know it.
+// What a ring may answer where a plain read or write would do: it was interrupted; or the kernel
+// may not make the thread that would have carried it out, had no memory for it, or does not know
+// it.
 bool is_of_ring(int64_t moved) {
   return moved == -EINTR || moved == -EAGAIN || moved == -ECANCELED || moved == -ENOMEM ||
          moved == -EINVAL || moved == -EOPNOTSUPP;
