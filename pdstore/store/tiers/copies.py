@@ -42,12 +42,17 @@ class CopyQueue:
         self.num_bytes = 0
         self.num_given_up = 0
 
+    def __len__(self) -> int:
+        """The number of puts that it keeps."""
+        return len(self._puts)
+
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Adds the keys of one put, except those that wait already."""
         with self._changed:
             pairs = zip(keys, sizes, strict=True)
             put = deque((key, size) for key, size in pairs if key not in self._waiting)
-            self._puts.append(put)
+            if put:  # else the same prompts, saved again in a long outage, would fill the memory
+                self._puts.append(put)
             self._waiting.update(key for key, _ in put)
             self.num_bytes += sum(size for _, size in put)
             while self.num_bytes > self._most_bytes:
@@ -95,6 +100,7 @@ class CopyQueue:
                         self._forget(key, size)
                     else:
                         put.append((key, size))
+            self._puts = deque(put for put in self._puts if put)
             self._changed.notify_all()
 
     def wait_until_empty(self, timeout_s: float) -> bool:

@@ -69,6 +69,18 @@ def test_beyond_the_bound_the_end_of_the_oldest_put_is_given_up():
     assert [key for key, _ in queue.take(100 * SIZE)] == new
 
 
+def test_puts_of_which_nothing_waits_take_no_memory():
+    queue = CopyQueue(most_bytes=100 * SIZE)
+    keys, others = fresh_keys(3), fresh_keys(2)
+    for _ in range(50):
+        queue.add(keys, [SIZE] * 3)
+    assert len(queue) == 1
+    queue.add(others, [SIZE] * 2)
+    queue.drop(others.__contains__)
+    assert len(queue) == 1
+    assert [key for key, _ in queue.take(100 * SIZE)] == keys
+
+
 def test_a_block_that_is_given_up_takes_those_behind_it_in_its_put_along():
     queue = CopyQueue(most_bytes=100 * SIZE)
     one, other = fresh_keys(6), fresh_keys(2)
