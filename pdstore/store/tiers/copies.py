@@ -175,7 +175,8 @@ class Copier:
             if self._thread is not None:
                 self._thread.wake()
             elif not self._is_closed:
-                self._thread = Ticker("pdstore-tier-copies", self._turn)
+                with contextlib.suppress(RuntimeError):  # no thread can start now; the next add may
+                    self._thread = Ticker("pdstore-tier-copies", self._turn)
 
     @contextlib.contextmanager
     def stopped(self, is_dropped: Callable[[BlockKey], bool], timeout_s: float) -> Iterator[None]:

@@ -12,6 +12,7 @@ from pdstore.errors import StoreFull
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.store.memory import MemoryStore
+from pdstore.store.tiers import copies
 from pdstore.store.tiers.copies import Copier, CopyQueue
 from pdstore.store.tiers.lower import Limits
 from pdstore.store.tiers.store import TieredStore
@@ -230,6 +231,22 @@ def test_a_copy_of_what_another_process_clears_is_taken_back(open_tiers):
     assert store.flush()
     assert inner.match(keys) == store.match(keys) == 0
     assert store.codes() == {"tier1_copied": 0, "tier1_lost": 3, "tier1_given_up": 0}
+
+
+def test_a_put_succeeds_while_no_thread_can_start(open_tiers, monkeypatch):
+    first, below = MemoryStore(), MemoryStore()
+    store, keys = open_tiers(first, below), fresh_keys(3)
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "Ticker", no_thread)
+        put_all(store, keys[:2])
+    assert not store.flush(0.0)
+    put_all(store, keys[2:])
+    assert store.flush(10)
+    assert below.match(keys) == 3
 
 
 def test_remove_reaches_every_tier_and_queued_copies(open_tiers):
