@@ -124,9 +124,10 @@ class Copier:
 
     It reads a batch of values from the first tier, verifies them, and puts them into the lower one.
     Then it asks the first tier again: what is gone from there by now, another process may have
-    cleared before the copy, so it is removed below. A value that is gone from the first tier, or is
-    wrong there, counts as lost. A value that the lower tier refuses, and all that wait behind a
-    value that is not copied, count as given up.
+    cleared before the copy, so it is removed below. If that fails, it is tried again before more is
+    copied. A value that is gone from the first tier, or is wrong there, counts as lost. A value
+    that the lower tier refuses, and all that wait behind a value that is not copied, count as given
+    up.
 
     is_out: returns True while the lower tier does not answer; keys then wait.
     is_right: verifies a value.
@@ -160,6 +161,7 @@ class Copier:
         self._next_at = 0.0
         self._memory = memoryview(b"")
         self._counts: Counter[str] = Counter()
+        self._to_take_back: set[BlockKey] = set()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -208,13 +210,15 @@ class Copier:
     def _turn(self) -> float | None:
         """Copies one batch; returns the seconds until the next one, None if nothing waits."""
         began_at = self._clock()
-        if self._is_closed or not self._queue.num_bytes:
+        if self._is_closed or not (self._queue.num_bytes or self._to_take_back):
             return None
         if began_at < self._next_at:
             return self._next_at - began_at
         if self._is_out():
             return _PAUSE_S
         with self._copying:
+            if not self._take_back():
+                return _PAUSE_S
             batch = self._queue.take(BATCH_BYTES)
             if batch:
                 num_given_up = len(batch)
@@ -241,19 +245,43 @@ class Copier:
 
     def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts values into the lower tier; returns how many leading ones it took."""
+        if not keys:
+            return 0
         num_copied = 0
-        gone: set[BlockKey] = set()
-        if keys:
-            with contextlib.suppress(StoreClosed):
-                num_copied = _num_done(self._lower, self._lower.put, keys, slots)
-        if num_copied and self._finder_above is not None:
-            gone = _missing(self._finder_above, keys[:num_copied])
-        if gone:
-            with contextlib.suppress(StoreError):
-                self._lower.remove(list(gone))
-        self._counts["lost"] += len(gone)
-        self._counts["copied"] += num_copied - len(gone)
+        with contextlib.suppress(StoreClosed):
+            num_copied = _num_done(self._lower, self._lower.put, keys, slots)
+        gone = self._gone_from_above(keys)  # a put that failed may have stored values, too
+        self._to_take_back |= gone
+        self._take_back()
+        num_lost = len(gone.intersection(keys[:num_copied]))
+        self._counts["lost"] += num_lost
+        self._counts["copied"] += num_copied - num_lost
         return num_copied
+
+    def _take_back(self) -> bool:
+        """Removes below what was gone from the first tier after its copy; False if that failed."""
+        if self._to_take_back:
+            try:
+                self._lower.remove(list(self._to_take_back))
+            except StoreError:
+                return False
+            self._to_take_back.clear()
+        return True
+
+    def _gone_from_above(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns the keys that the first tier lacks; all, if it fails."""
+        if self._finder_above is not None:
+            return _missing(self._finder_above, keys)
+        gone: list[BlockKey] = []
+        rest = keys
+        try:
+            while rest:  # a match tells one missing key at a time
+                num_there = count_of(self._first.match(rest), rest, self._first)
+                gone += rest[num_there : num_there + 1]
+                rest = rest[num_there + 1 :]
+        except StoreError:
+            return set(keys)
+        return set(gone)
 
     def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Reads values from the first tier; returns how many leading ones are there and right."""

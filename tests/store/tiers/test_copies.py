@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pdstore.errors import StoreFull
+from pdstore.errors import StoreError, StoreFull, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.store.memory import MemoryStore
@@ -247,6 +247,53 @@ def test_a_put_succeeds_while_no_thread_can_start(open_tiers, monkeypatch):
     put_all(store, keys[2:])
     assert store.flush(10)
     assert below.match(keys) == 3
+
+
+class Failing(ClearedBeside):
+    """Its removals fail at first; its puts store the values, and may then fail."""
+
+    def __init__(self, store, first, error=None):
+        super().__init__(store, first)
+        self.error = error
+        self.num_failures = 3
+
+    def put(self, keys, slots):
+        num_done = super().put(keys, slots)
+        if self.error is not None:
+            raise self.error
+        return num_done
+
+    def remove(self, keys):
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise StoreError("not now")
+        super().remove(keys)
+
+
+@pytest.mark.parametrize("error", [None, StoreTimeout("too late")])
+def test_what_cannot_be_taken_back_at_once_is_taken_back_later(open_tiers, error):
+    first, inner = MemoryStore(), MemoryStore()
+    store, keys = open_tiers(first, Failing(inner, first, error)), fresh_keys(3)
+    put_all(store, keys)
+    assert store.flush()
+    assert inner.match(keys) == 3
+    eventually(lambda: inner.match(keys) == 0, 10)
+
+
+def test_what_is_gone_from_a_first_tier_that_only_matches_is_taken_back(open_tiers):
+    first, inner = MemoryStore(), MemoryStore()
+    [one, *others] = fresh_keys(4)
+
+    class ClearedInPart(ClearedBeside):
+        def put(self, keys, slots):
+            self.first.remove(others[1:2])
+            return self.wrapped.put(keys, slots)
+
+    store = open_tiers(WrapperStore(first), ClearedInPart(inner, first))
+    put_all(store, [one, *others])
+    assert store.flush()
+    assert inner.which_stored([one, *others]) == [True, True, False, True]
+    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 0}
 
 
 def test_remove_reaches_every_tier_and_queued_copies(open_tiers):
