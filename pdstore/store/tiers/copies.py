@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Slots, Store, count_of, num_done_of
+from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import FindsKeys
 from pdstore.threads import Ticker
 
@@ -232,7 +232,7 @@ class Copier:
 
     def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> int:
         """Copies values that the lower tier lacks; returns how many of them are given up."""
-        missing = _missing(self._finder, [key for key, _ in batch])
+        missing = _missing(self._lower, self._finder, [key for key, _ in batch])
         keys = [key for key, _ in batch if key in missing]
         slots = self._slots([size for key, size in batch if key in missing])
         if not keys:
@@ -271,7 +271,7 @@ class Copier:
     def _gone_from_above(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Returns the keys that the first tier lacks; all, if it fails."""
         if self._finder_above is not None:
-            return _missing(self._finder_above, keys)
+            return _missing(self._first, self._finder_above, keys)
         gone: list[BlockKey] = []
         rest = keys
         try:
@@ -299,12 +299,11 @@ class Copier:
         return Slots(self._memory, slot_bytes, range(len(sizes)), sizes)
 
 
-def _missing(finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
+def _missing(store: Store, finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
     """Returns the keys that a tier lacks; all, if it cannot tell."""
     if finder is not None:
         with contextlib.suppress(StoreError):
-            answers = zip(keys, finder.which_stored(keys), strict=True)
-            return {key for key, is_there in answers if not is_there}
+            return set(keys) - stored_among(finder.which_stored(keys), keys, store)
     return set(keys)
 
 

@@ -14,7 +14,16 @@ from pdstore.errors import BadValue, ConfigError, StoreError, StoreUnavailable
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, log_once, num_done_of
+from pdstore.store.base import (
+    Lifecycle,
+    P,
+    Slots,
+    Store,
+    count_of,
+    log_once,
+    num_done_of,
+    stored_among,
+)
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers.lower import Limits, LowerTier
@@ -183,12 +192,15 @@ class TieredStore(Store):
     def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
         finder = self._finders[number]
-        none = [False] * len(keys)
+        none: set[BlockKey] = set()
         if finder is None:
-            return none
-        if not number:
-            return finder.which_stored(keys)
-        return self.lower[number - 1].look(lambda: finder.which_stored(keys), none)
+            return [False] * len(keys)
+
+        def search() -> set[BlockKey]:
+            return stored_among(finder.which_stored(keys), keys, self.tiers[number])
+
+        stored = self.lower[number - 1].look(search, none) if number else search()
+        return [key in stored for key in keys]
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""

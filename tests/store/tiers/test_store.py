@@ -242,6 +242,36 @@ def test_a_suspended_redis_below_costs_one_look_and_is_joined_again(open_tiers, 
     eventually(lambda: store.match(keys) == 4, 20)
 
 
+class Misanswers(MemoryStore):
+    """A plug-in's store with a defect: it answers about some keys only, or with other things."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def which_stored(self, keys):
+        return self.answer(super().which_stored(keys))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda found: found[:1], lambda found: [*found, True], lambda found: [1] * len(found)],
+    ids=["too few", "too many", "no bools"],
+)
+def test_an_impossible_answer_to_a_search_is_the_tiers_failure(open_tiers, answer):
+    keys = fresh_keys(4)
+    store = open_tiers(Misanswers(answer), MemoryStore())
+    for call in (store.match, lambda keys: store.get(keys, empty_slots([SIZE] * 4))):
+        with pytest.raises(StoreError, match=r"answered about|did not answer"):
+            call(keys)
+    middle, last = Misanswers(answer), MemoryStore()
+    plant(middle, keys[1:])
+    plant(last, keys[:2])
+    store = open_tiers(MemoryStore(), middle, last)
+    assert store.match(keys) == 2
+    assert get(store, keys, [SIZE] * 4) == values_of(keys[:2])
+
+
 class Plain(WrapperStore):
     """A store of a plug-in that offers nothing beyond the contract."""
 
