@@ -245,13 +245,22 @@ class TieredStore(Store):
         if found == len(keys) or number == len(self.lower) or not is_for_all_tiers(keys[found]):
             return found
         rest = keys[found:]
-        has = self.which_in(number, rest)
+        has = self._have(number, rest)
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below = self._match(number + 1, [rest[i] for i in below])
-        end = below[num_below] if num_below < len(below) else len(rest)
+        end = below[num_below] if num_below < len(below) else len(has)
         here = [i for i in range(end) if has[i]]
         leased = self._match_in(number, [rest[i] for i in here]) if here else 0
         return found + (here[leased] if leased < len(here) else end)
+
+    def _have(self, number: int, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns which keys a tier has, up to the first that it lacks and that no other may have.
+
+        The tiers below may keep tails of the time when one of them was a pool by itself.
+        """
+        has = [*self.which_in(number, keys)]
+        ends = (i for i, key in enumerate(keys) if not (has[i] or is_for_all_tiers(key)))
+        return has[: next(ends, len(keys))]
 
     def _match_in(self, number: int, keys: Sequence[BlockKey]) -> int:
         store = self.tiers[number]
@@ -275,11 +284,11 @@ class TieredStore(Store):
         if done == len(keys) or is_failed or is_last or not is_for_all_tiers(keys[done]):
             return done, error
         rest, of_rest = keys[done:], slots.part(done, len(keys))
-        has = [*self.which_in(number, rest)]
+        has = self._have(number, rest)
         has[0] = False
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below, wrong = self._get(number + 1, [rest[i] for i in below], of_rest.chosen(below))
-        end = below[num_below] if num_below < len(below) else len(rest)
+        end = below[num_below] if num_below < len(below) else len(has)
         if end == 0:
             return done, wrong or error
         here = [i for i in range(end) if has[i]]

@@ -149,6 +149,20 @@ def test_tails_and_markers_are_not_looked_for_below(open_tiers):
     assert below.calls == []
 
 
+def test_a_tail_that_lies_below_is_not_found_behind_blocks_that_do(three):
+    store, first, *below = three
+    [a, b, c] = fresh_keys(3)
+    tail = BlockKey(f"{c}:partial:3")
+    plant(first, [b])
+    for tier in below:  # one of them was a pool by itself once
+        plant(tier, [a, c, tail])
+    keys = [a, b, c, tail]
+    for num_found in (3, 4):
+        assert store.match(keys) == num_found
+        assert get(store, keys, [SIZE] * 4) == values_of(keys)[:num_found]
+        plant(first, [tail])
+
+
 def test_a_value_of_wrong_length_above_is_read_below(open_tiers):
     first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(4)
     plant(first, keys[:1] + keys[2:])
