@@ -278,11 +278,25 @@ class TieredStore(Store):
         It begins at the tier of a number. Returns how many values are read, and the error if the
         next value has another length wherever it is, or if the first tier failed.
         """
+        done, is_again = 0, True
+        while is_again:
+            num_read, error, is_again = self._get_once(
+                number, keys[done:], slots.part(done, len(keys))
+            )
+            done += num_read
+        return done, error
+
+    def _get_once(
+        self, number: int, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, StoreError | None, bool]:
+        """Does what `_get` does, but ends at a value that this tier said it has, and does not have.
+
+        Then the third item of the result is True: that value may lie below.
+        """
         done, error = self._get_in(number, keys, slots)
-        is_failed = error is not None and not isinstance(error, BadValue)
         is_last = number == len(self.lower)
-        if done == len(keys) or is_failed or is_last or not is_for_all_tiers(keys[done]):
-            return done, error
+        if done == len(keys) or is_last or not _is_miss(error) or not is_for_all_tiers(keys[done]):
+            return done, error, False
         rest, of_rest = keys[done:], slots.part(done, len(keys))
         has = self._have(number, rest)
         has[0] = False
@@ -290,13 +304,13 @@ class TieredStore(Store):
         num_below, wrong = self._get(number + 1, [rest[i] for i in below], of_rest.chosen(below))
         end = below[num_below] if num_below < len(below) else len(has)
         if end == 0:
-            return done, wrong or error
+            return done, wrong or error, False
         here = [i for i in range(end) if has[i]]
         if here:
             got, failed = self._get_in(number, [rest[i] for i in here], of_rest.chosen(here))
             if got < len(here):
-                return done + here[got], failed
-        return done + end, wrong
+                return done + here[got], failed, _is_miss(failed)
+        return done + end, wrong, False
 
     def _get_in(
         self, number: int, keys: Sequence[BlockKey], slots: Slots
@@ -331,6 +345,11 @@ class TieredStore(Store):
         if of_first is not None:
             raise of_first
         return [error for error in errors if error is not None]
+
+
+def _is_miss(error: StoreError | None) -> bool:
+    """True unless a read ended because its tier failed: then the value may lie in another tier."""
+    return error is None or isinstance(error, BadValue)
 
 
 def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:

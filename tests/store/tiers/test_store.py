@@ -172,6 +172,43 @@ def test_a_value_of_wrong_length_above_is_read_below(open_tiers):
     assert get(store, keys, [SIZE] * 4) == values_of(keys)
 
 
+def test_values_of_wrong_length_above_are_read_below(open_tiers):
+    first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(8)
+    for i, key in enumerate(keys):
+        plant(first, [key], size=100 if i in (1, 3, 4, 7) else SIZE)
+    plant(below, keys)
+    store = open_tiers(first, below)
+    assert get(store, keys, [SIZE] * 8) == values_of(keys)
+    below.remove(keys[4:5])
+    with pytest.raises(WrongLength) as caught:
+        store.get(keys, empty_slots([SIZE] * 8))
+    assert caught.value.num_done == 4
+
+
+class Evicting(MemoryStore):
+    """Evicts a value after each search that found it."""
+
+    victims = ()
+
+    def which_stored(self, keys):
+        found = super().which_stored(keys)
+        self.remove(self.victims[:1])
+        self.victims = self.victims[1:]
+        return found
+
+
+def test_what_is_evicted_during_a_get_is_read_below(open_tiers):
+    first, below, keys = Evicting(), MemoryStore(), fresh_keys(6)
+    plant(first, keys[1:])
+    plant(below, [keys[0], *keys[2:]])
+    first.victims = [keys[3], keys[5]]
+    store = open_tiers(first, below)
+    assert get(store, keys, [SIZE] * 6) == values_of(keys)
+    first.remove(keys[4:5])
+    below.remove(keys[:1])
+    assert get(store, keys, [SIZE] * 6) == []
+
+
 @pytest.mark.parametrize("above", [True, False])
 def test_a_value_of_wrong_length_everywhere_raises(open_tiers, above):
     first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(3)
