@@ -7,10 +7,11 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import cast
 
-from pdstore.errors import BadValue, ConfigError, StoreError, StoreUnavailable
+from pdstore.errors import BadValue, ConfigError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
@@ -26,14 +27,14 @@ from pdstore.store.base import (
 )
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
-from pdstore.store.tiers.lower import Limits, LowerTier
+from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
 from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
 from pdstore.store.url import Place, Reach, StoreURL
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_COPY_TIMEOUT_S = 10.0  # for which `remove` and `clear` wait until a copy under way has ended
+_COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
 _CLOSE_S = 0.5
 _REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
 
@@ -176,7 +177,9 @@ class TieredStore(Store):
         if not any(map(is_for_all_tiers, keys)):
             self.first.remove(keys)
             return
-        failed = self._in_all_tiers(lambda store: store.remove(keys), set(keys).__contains__)
+        failed = self._in_all_tiers(
+            lambda store: store.remove(keys), set(keys).__contains__, Deadline(REMOVE_S)
+        )
         for error in failed:  # the tier is out; a load that reads the value there removes it then
             log.warning("not removed from a lower tier: %s", error)
 
@@ -184,7 +187,9 @@ class TieredStore(Store):
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         failed = self._in_all_tiers(
-            lambda store: store.clear(namespace), lambda key: key.startswith(prefix)
+            lambda store: store.clear(namespace),
+            lambda key: key.startswith(prefix),
+            Deadline(_COPY_TIMEOUT_S),
         )
         if failed:
             raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
@@ -323,25 +328,25 @@ class TieredStore(Store):
             return num_done_of(error, keys), error
 
     def _in_all_tiers(
-        self, call: Callable[[Store], None], is_dropped: Callable[[BlockKey], bool]
+        self,
+        call: Callable[[Store | LowerTier], None],
+        is_dropped: Callable[[BlockKey], bool],
+        deadline: Deadline,
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made.
+        deadline: until which it waits for copies under way.
         Raises the first tier's error, after the other calls.
         """
-        deadline = Deadline(_COPY_TIMEOUT_S)
+        for tier in self.lower:
+            tier.find_out()  # else a tier that hangs would be waited for here
         with contextlib.ExitStack() as stopped:
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
                 stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
-            of_first = _error_of(call, self.first)
-            errors = [
-                StoreUnavailable(tier.problem or tier.store.label)
-                if tier.is_out
-                else _error_of(call, tier.store)
-                for tier in self.lower
-            ]
+            of_first = _error_of(partial(call, self.first))
+            errors = [_error_of(partial(call, tier)) for tier in self.lower]
         if of_first is not None:
             raise of_first
         return [error for error in errors if error is not None]
@@ -352,9 +357,9 @@ def _is_miss(error: StoreError | None) -> bool:
     return error is None or isinstance(error, BadValue)
 
 
-def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:
+def _error_of(call: Callable[[], None]) -> StoreError | None:
     try:
-        call(store)
+        call()
     except StoreError as error:
         return error
     return None

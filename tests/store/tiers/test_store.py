@@ -273,6 +273,47 @@ def test_a_hung_tier_costs_one_look_an_outage_and_is_joined_again(open_tiers):
     assert store.optional(TellsRoom).room().problem is None
 
 
+def test_a_removal_costs_one_look_while_a_tier_hangs(open_tiers):
+    first, inner = MemoryStore(), MemoryStore()
+    below = Faulty(inner)
+    store, keys = open_tiers(first, below, limits=[Limits(look_s=0.2)]), fresh_keys(4)
+    with held(below):
+        plant(store, keys)
+        time.sleep(0.05)  # its copy hangs
+        began_at = time.monotonic()
+        for key in keys[:3]:
+            store.remove([key])
+        with pytest.raises(StoreError, match="not this one"):
+            store.clear("f" * 32)
+        assert time.monotonic() - began_at < 1.0
+        assert first.which_stored(keys) == [False, False, False, True]
+    assert store.flush(10)
+    eventually(lambda: inner.which_stored(keys) == [False, False, False, True], 5)
+
+
+class HangsAtChanges(Faulty):
+    """A disk that takes no writes, and whose directories are still read."""
+
+    def match(self, keys):
+        return self.wrapped.match(keys)
+
+
+def test_removals_cost_little_while_a_tier_hangs_that_can_be_searched(open_tiers):
+    first, inner = MemoryStore(), MemoryStore()
+    below = HangsAtChanges(inner)
+    store, keys = open_tiers(first, below), fresh_keys(4)
+    with held(below):
+        plant(store, keys)
+        time.sleep(0.05)  # its copy hangs
+        began_at = time.monotonic()
+        for key in keys[:3]:
+            store.remove([key])
+        assert time.monotonic() - began_at < 5.0, "one copy and one removal are waited for"
+        assert first.which_stored(keys) == [False, False, False, True]
+        assert "a call takes too long" in store.optional(TellsRoom).room().problem
+    eventually(lambda: inner.which_stored(keys) == [False, False, False, True], 10)
+
+
 @pytest.mark.redis
 def test_a_suspended_redis_below_costs_one_look_and_is_joined_again(open_tiers, redis_server):
     server = redis_server()
