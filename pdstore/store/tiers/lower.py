@@ -121,6 +121,13 @@ class LowerTier:
         except StoreError as error:
             return num_done_of(error, keys), None
 
+    def close(self, timeout_s: float) -> None:
+        """Closes the store; that goes on beside the caller if it takes too long."""
+        try:
+            CallBeside("pdstore-tier-close", self.store.close).has_ended(timeout_s)
+        except RuntimeError:  # no thread can start now, as at the interpreter's end
+            self.store.close()
+
     def _beside(self, call: Callable[[], A], timeout_s: float) -> A:
         """Makes a call beside the caller. Raises StoreError; the tier is out if it takes longer."""
         self._raise_if_out()

@@ -35,7 +35,8 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
-_CLOSE_S = 0.5
+_CLOSE_S = 0.5  # for the copies that are under way
+_CLOSE_LOWER_S = 0.3
 _REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
 
 
@@ -237,8 +238,10 @@ class TieredStore(Store):
         deadline = Deadline(_CLOSE_S)
         for tier in self.lower:
             tier.copier.close(deadline.remaining_s())
-        for store in self.tiers:
-            store.close()
+        self.first.close()
+        deadline = Deadline(_CLOSE_LOWER_S)
+        for tier in self.lower:
+            tier.close(deadline.remaining_s())
 
     def _match(self, number: int, keys: Sequence[BlockKey]) -> int:
         """Matches leading keys in the tier of a number and in those below it.

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pdstore.errors import StoreError, StoreFull, StoreTimeout
+from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.store.memory import MemoryStore
@@ -315,6 +315,32 @@ def test_close_drains_nothing_and_ends_within_a_second(open_tiers):
         began_at = time.monotonic()
         store.close()
         assert time.monotonic() - began_at < 1.0
+
+
+class HangsAtClose(Faulty):
+    """A directory of which a dead server takes no removal of a file."""
+
+    def close(self):
+        self._open.wait(60)
+        super().close()
+
+
+def test_close_ends_within_a_second_if_the_stores_below_do_not(open_tiers):
+    below = [HangsAtClose(MemoryStore()) for _ in range(2)]
+    store, keys = open_tiers(MemoryStore(), *below), fresh_keys(3)
+    with held(below[0]), held(below[1]):
+        put_all(store, keys)
+        began_at = time.monotonic()
+        store.close()
+        assert time.monotonic() - began_at < 1.0
+    for each in below:
+        eventually(lambda each=each: _is_closed(each.wrapped, keys), 10)
+
+
+def _is_closed(store, keys):
+    with contextlib.suppress(StoreClosed):
+        return store.match(keys) < 0
+    return True
 
 
 def test_copies_to_two_tiers_do_not_wait_for_each_other(open_tiers):
