@@ -223,20 +223,23 @@ class Copier:
             if batch:
                 num_given_up = len(batch)
                 try:
-                    num_given_up = self._copy(batch)
+                    num_given_up = self._copy(batch, began_at)
                 finally:
                     self._queue.end(num_given_up)
-        num_bytes = sum(size for _, size in batch)
-        self._next_at = began_at + num_bytes / self._bytes_per_s
         return max(0.0, self._next_at - self._clock())
 
-    def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> int:
-        """Copies values that the lower tier lacks; returns how many of them are given up."""
+    def _copy(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> int:
+        """Copies values that the lower tier lacks; returns how many of them are given up.
+
+        Those that it has already count for nothing in the rate.
+        """
         missing = _missing(self._lower, self._finder, [key for key, _ in batch])
         keys = [key for key, _ in batch if key in missing]
-        slots = self._slots([size for key, size in batch if key in missing])
+        sizes = [size for key, size in batch if key in missing]
+        self._next_at = began_at + sum(sizes) / self._bytes_per_s
         if not keys:
             return 0
+        slots = self._slots(sizes)
         num_right = self._read(keys, slots)
         num_copied = self._write(keys[:num_right], slots)
         is_lost = num_copied == num_right < len(keys)

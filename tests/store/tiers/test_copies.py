@@ -139,6 +139,18 @@ def test_no_more_bytes_a_second_go_down_than_copy_says():
         copier.close(1.0)
 
 
+def test_what_is_below_already_takes_nothing_of_the_rate(open_tiers):
+    below, keys, new = MemoryStore(), fresh_keys(3), fresh_keys(1)
+    put_all(below, keys)
+    store = open_tiers(MemoryStore(), below, limits=[Limits(copy_bytes_per_s=1)])
+    for _ in range(5):
+        put_all(store, keys)
+        assert store.flush(10), "it would wait for hours"
+    put_all(store, new)
+    assert store.flush(10)
+    assert below.match(new) == 1
+
+
 def test_a_block_evicted_before_its_copy_is_lost_and_those_behind_it_are_given_up(open_tiers):
     first, below = MemoryStore(), Faulty(MemoryStore())
     store = open_tiers(first, below)
