@@ -89,7 +89,7 @@ class TieredStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> TieredStore:
-        _check_reach(url, settings)
+        _check_tiers(url, settings)
         first, *others = url.tiers
         limits = [Limits.of(each) for each in others]
         urls = [first.text, *(each.inner("") for each in others)]
@@ -110,7 +110,7 @@ class TieredStore(Store):
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        _check_reach(url, settings)
+        _check_tiers(url, settings)
         check_url(url.tiers[0].text, settings)
         for each in url.tiers[1:]:
             Limits.of(each)
@@ -375,15 +375,21 @@ def _without_limits(url: StoreURL) -> str:
     return url.inner("")
 
 
-def _check_reach(url: StoreURL, settings: Settings) -> None:
-    """Raises ConfigError if a lower tier is not there for all instances that share the first."""
+def _check_tiers(url: StoreURL, settings: Settings) -> None:
+    """Raises ConfigError for a lower tier that instances with the same first one may not share.
+
+    Also raises it for a place that two of the tiers name.
+    """
     first, *others = url.tiers
-    reach = place_of(first.text, settings).reach
+    places = [place_of(first.text, settings)]
     for each in others:
-        below = place_of(_without_limits(each), settings).reach
-        if _REACHES.index(below) < _REACHES.index(reach):
+        place = place_of(_without_limits(each), settings)
+        if _REACHES.index(place.reach) < _REACHES.index(places[0].reach):
             raise ConfigError(
-                f"{each.label} is for {below.value}, and the first tier, {first.label}, for"
-                f" {reach.value}: a lower tier must be there for all instances of the pool; write"
-                " the tier of fewer instances first"
+                f"{each.label} is for {place.reach.value}, and the first tier, {first.label}, for"
+                f" {places[0].reach.value}: a lower tier must be there for all instances of the"
+                " pool; write the tier of fewer instances first"
             )
+        if place.path is not None and place.path in [above.path for above in places]:
+            raise ConfigError(f"{each.label} is the place of two tiers: {place.path}; name it once")
+        places.append(place)

@@ -418,6 +418,11 @@ def test_a_lower_tiers_url_may_have_copy_and_look(tmp_path):
         ("memory://a file:///b?look=100", "look=100 is too long"),
         ("memory://a file:///b?speed=9", "unknown option 'speed'"),
         ("file:///a memory://b", "memory://b is for one process, and the first tier"),
+        (
+            "file:///a file:///b file:///a?budget=1GiB",
+            "is the place of two tiers: /a; name it once",
+        ),
+        ("shm://a shm://a", "shm://a is the place of two tiers"),
         ("redis://host shm://b", "a lower tier must be there for all instances"),
         ("file:///mnt/my pool", "write %20 for a blank inside a URL"),
         ("shm://a file:///mnt/my pool", "write %20 for a blank inside a URL"),
