@@ -3,6 +3,7 @@
 # Decision: docs/decisions/047-meeting-tier.md
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -61,6 +62,7 @@ class LowerTier:
     ) -> None:
         self.store = GuardedStore(store, Metrics())  # its calls are no calls of the whole pool
         self._look_s = limits.look_s
+        self._change_s = max(limits.look_s, REMOVE_S)
         self._late: CallBeside[Any] | None = None
         self.copier = Copier(
             first,
@@ -92,16 +94,22 @@ class LowerTier:
         except StoreError:
             return otherwise
 
-    def find_out(self) -> None:
-        """Makes a search, so that the tier is out from then on if it hangs."""
-        self.look(lambda: self.store.match([POOL_ID_KEY]), 0)
+    def find_out(self, patience_s: float = 0.0) -> None:
+        """Makes a search, so that the tier is out from then on if it hangs.
+
+        patience_s: how long it waits first for the end of a call that takes too long.
+        """
+        if (late := self._late) is not None:
+            late.has_ended(patience_s)
+        with contextlib.suppress(StoreError):
+            self._beside(lambda: self.store.match([POOL_ID_KEY]), self._change_s)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Removes values; the removal goes on beside the caller if it takes too long.
 
         Raises StoreError, also if the tier is out or takes too long.
         """
-        self._beside(partial(self.store.remove, keys), max(self._look_s, REMOVE_S))
+        self._beside(partial(self.store.remove, keys), self._change_s)
 
     def clear(self, namespace: str) -> None:
         """Clears a namespace, however long it takes. Raises StoreError, also if the tier is out."""

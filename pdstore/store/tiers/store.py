@@ -35,6 +35,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
+_PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
 _CLOSE_S = 0.5  # for the copies that are under way
 _CLOSE_LOWER_S = 0.3
 _REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
@@ -191,6 +192,7 @@ class TieredStore(Store):
             lambda store: store.clear(namespace),
             lambda key: key.startswith(prefix),
             Deadline(_COPY_TIMEOUT_S),
+            patience_s=_PATIENCE_S,
         )
         if failed:
             raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
@@ -335,15 +337,18 @@ class TieredStore(Store):
         call: Callable[[Store | LowerTier], None],
         is_dropped: Callable[[BlockKey], bool],
         deadline: Deadline,
+        *,
+        patience_s: float = 0.0,
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made.
         deadline: until which it waits for copies under way.
+        patience_s: how long it waits for a lower tier that is out because a call takes too long.
         Raises the first tier's error, after the other calls.
         """
-        for tier in self.lower:
-            tier.find_out()  # else a tier that hangs would be waited for here
+        for tier in self.lower:  # else a tier that hangs would be waited for below
+            tier.find_out(patience_s)
         with contextlib.ExitStack() as stopped:
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
