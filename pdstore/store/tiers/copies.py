@@ -79,10 +79,13 @@ class CopyQueue:
             self._taken = put if taken else None
         return taken
 
-    def end(self, num_given_up: int) -> None:
-        """Ends what `take` began. If values were given up, so is what waits behind them."""
+    def end(self, num_given_up: int, *, is_short: bool = False) -> None:
+        """Ends what `take` began. If values were given up, so is what waits behind them.
+
+        is_short: True if what waits behind is given up also without that, as behind a lost value.
+        """
         with self._changed:
-            while num_given_up and self._taken:
+            while (num_given_up or is_short) and self._taken:
                 self._forget(*self._taken.pop())
                 num_given_up += 1
             self.num_given_up += num_given_up
@@ -221,30 +224,31 @@ class Copier:
                 return _PAUSE_S
             batch = self._queue.take(BATCH_BYTES)
             if batch:
-                num_given_up = len(batch)
+                num_given_up, is_short = len(batch), True
                 try:
-                    num_given_up = self._copy(batch, began_at)
+                    num_given_up, is_short = self._copy(batch, began_at)
                 finally:
-                    self._queue.end(num_given_up)
+                    self._queue.end(num_given_up, is_short=is_short)
         return max(0.0, self._next_at - self._clock())
 
-    def _copy(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> int:
+    def _copy(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> tuple[int, bool]:
         """Copies values that the lower tier lacks; returns how many of them are given up.
 
-        Those that it has already count for nothing in the rate.
+        The second item is True if not all were copied, whether they are given up or lost. Those
+        that the tier has already count for nothing in the rate.
         """
         missing = _missing(self._lower, self._finder, [key for key, _ in batch])
         keys = [key for key, _ in batch if key in missing]
         sizes = [size for key, size in batch if key in missing]
         self._next_at = began_at + sum(sizes) / self._bytes_per_s
         if not keys:
-            return 0
+            return 0, False
         slots = self._slots(sizes)
         num_right = self._read(keys, slots)
         num_copied = self._write(keys[:num_right], slots)
         is_lost = num_copied == num_right < len(keys)
         self._counts["lost"] += is_lost
-        return len(keys) - num_copied - is_lost
+        return len(keys) - num_copied - is_lost, num_copied < len(keys)
 
     def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts values into the lower tier; returns how many leading ones it took."""

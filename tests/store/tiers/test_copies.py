@@ -165,6 +165,20 @@ def test_a_block_evicted_before_its_copy_is_lost_and_those_behind_it_are_given_u
     assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 2}
 
 
+def test_what_is_behind_a_batch_that_ends_in_a_lost_block_is_given_up(open_tiers, monkeypatch):
+    monkeypatch.setattr(copies, "BATCH_BYTES", 3 * SIZE)
+    first, below = MemoryStore(), Faulty(MemoryStore())
+    store, keys, more = open_tiers(first, below), fresh_keys(9), fresh_keys(1)
+    with held(below):
+        put_all(store, more)  # its copy hangs, and what follows waits
+        eventually(lambda: not store.flush(0.0), 5)
+        put_all(store, keys)
+        first.remove(keys[2:3])
+    assert store.flush()
+    assert below.wrapped.which_stored(keys) == [True] * 2 + [False] * 7
+    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 6}
+
+
 def test_a_value_that_is_wrong_in_the_first_tier_does_not_go_down(open_tiers):
     first, below = MemoryStore(), MemoryStore()
     store = TieredStore([first, below])
