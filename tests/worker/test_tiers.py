@@ -79,6 +79,19 @@ def test_the_bytes_below_are_those_of_the_arena(p, store, arena, files):
     assert get(files, keys, [SIZE] * BLOCKS) == get(arena, keys, [SIZE] * BLOCKS)
 
 
+def test_a_save_that_falls_short_is_copied_down_as_far_as_it_came(
+    instance, tmp_path, files, closed_after
+):
+    room = 3 * (SIZE // 4096 + 1) * 4096 + 16384
+    first = closed_after(FileStore(tmp_path / "small", budget=room))
+    store = closed_after(TieredStore([first, files]))
+    p = instance(over=store, range_bytes=8 * BLOCK_BYTES)
+    result = save(p, range(NUM_TOKENS))
+    assert (result.num_tokens, result.reason) == (192, Reason.STORE_FULL)
+    assert store.flush()
+    assert files.match(keys_of(p)) == first.match(keys_of(p)) == 3
+
+
 @pytest.mark.parametrize(
     "gone",
     [[0, 1, 2, 3, 4], [0], [4], [0, 1, 2], [2, 3, 4], [1, 3], [0, 2, 4]],

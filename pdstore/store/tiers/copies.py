@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Slots, Store, count_of, num_done_of
+from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import FindsKeys
 from pdstore.threads import Ticker
 
@@ -42,12 +42,17 @@ class CopyQueue:
         self.num_bytes = 0
         self.num_given_up = 0
 
+    def __len__(self) -> int:
+        """The number of puts that it keeps."""
+        return len(self._puts)
+
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Adds the keys of one put, except those that wait already."""
         with self._changed:
             pairs = zip(keys, sizes, strict=True)
             put = deque((key, size) for key, size in pairs if key not in self._waiting)
-            self._puts.append(put)
+            if put:  # else the same prompts, saved again in a long outage, would fill the memory
+                self._puts.append(put)
             self._waiting.update(key for key, _ in put)
             self.num_bytes += sum(size for _, size in put)
             while self.num_bytes > self._most_bytes:
@@ -74,10 +79,13 @@ class CopyQueue:
             self._taken = put if taken else None
         return taken
 
-    def end(self, num_given_up: int) -> None:
-        """Ends what `take` began. If values were given up, so is what waits behind them."""
+    def end(self, num_given_up: int, *, is_short: bool = False) -> None:
+        """Ends what `take` began. If values were given up, so is what waits behind them.
+
+        is_short: True if what waits behind is given up also without that, as behind a lost value.
+        """
         with self._changed:
-            while num_given_up and self._taken:
+            while (num_given_up or is_short) and self._taken:
                 self._forget(*self._taken.pop())
                 num_given_up += 1
             self.num_given_up += num_given_up
@@ -95,6 +103,7 @@ class CopyQueue:
                         self._forget(key, size)
                     else:
                         put.append((key, size))
+            self._puts = deque(put for put in self._puts if put)
             self._changed.notify_all()
 
     def wait_until_empty(self, timeout_s: float) -> bool:
@@ -118,9 +127,10 @@ class Copier:
 
     It reads a batch of values from the first tier, verifies them, and puts them into the lower one.
     Then it asks the first tier again: what is gone from there by now, another process may have
-    cleared before the copy, so it is removed below. A value that is gone from the first tier, or is
-    wrong there, counts as lost. A value that the lower tier refuses, and all that wait behind a
-    value that is not copied, count as given up.
+    cleared before the copy, so it is removed below. If that fails, it is tried again before more is
+    copied. A value that is gone from the first tier, or is wrong there, counts as lost. A value
+    that the lower tier refuses, and all that wait behind a value that is not copied, count as given
+    up.
 
     is_out: returns True while the lower tier does not answer; keys then wait.
     is_right: verifies a value.
@@ -154,6 +164,7 @@ class Copier:
         self._next_at = 0.0
         self._memory = memoryview(b"")
         self._counts: Counter[str] = Counter()
+        self._to_take_back: set[BlockKey] = set()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -169,7 +180,8 @@ class Copier:
             if self._thread is not None:
                 self._thread.wake()
             elif not self._is_closed:
-                self._thread = Ticker("pdstore-tier-copies", self._turn)
+                with contextlib.suppress(RuntimeError):  # no thread can start now; the next add may
+                    self._thread = Ticker("pdstore-tier-copies", self._turn)
 
     @contextlib.contextmanager
     def stopped(self, is_dropped: Callable[[BlockKey], bool], timeout_s: float) -> Iterator[None]:
@@ -201,52 +213,82 @@ class Copier:
     def _turn(self) -> float | None:
         """Copies one batch; returns the seconds until the next one, None if nothing waits."""
         began_at = self._clock()
-        if self._is_closed or not self._queue.num_bytes:
+        if self._is_closed or not (self._queue.num_bytes or self._to_take_back):
             return None
         if began_at < self._next_at:
             return self._next_at - began_at
         if self._is_out():
             return _PAUSE_S
         with self._copying:
+            if not self._take_back():
+                return _PAUSE_S
             batch = self._queue.take(BATCH_BYTES)
             if batch:
-                num_given_up = len(batch)
+                num_given_up, is_short = len(batch), True
                 try:
-                    num_given_up = self._copy(batch)
+                    num_given_up, is_short = self._copy(batch, began_at)
                 finally:
-                    self._queue.end(num_given_up)
-        num_bytes = sum(size for _, size in batch)
-        self._next_at = began_at + num_bytes / self._bytes_per_s
+                    self._queue.end(num_given_up, is_short=is_short)
         return max(0.0, self._next_at - self._clock())
 
-    def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> int:
-        """Copies values that the lower tier lacks; returns how many of them are given up."""
-        missing = _missing(self._finder, [key for key, _ in batch])
+    def _copy(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> tuple[int, bool]:
+        """Copies values that the lower tier lacks; returns how many of them are given up.
+
+        The second item is True if not all were copied, whether they are given up or lost. Those
+        that the tier has already count for nothing in the rate.
+        """
+        missing = _missing(self._lower, self._finder, [key for key, _ in batch])
         keys = [key for key, _ in batch if key in missing]
-        slots = self._slots([size for key, size in batch if key in missing])
+        sizes = [size for key, size in batch if key in missing]
+        self._next_at = began_at + sum(sizes) / self._bytes_per_s
         if not keys:
-            return 0
+            return 0, False
+        slots = self._slots(sizes)
         num_right = self._read(keys, slots)
         num_copied = self._write(keys[:num_right], slots)
         is_lost = num_copied == num_right < len(keys)
         self._counts["lost"] += is_lost
-        return len(keys) - num_copied - is_lost
+        return len(keys) - num_copied - is_lost, num_copied < len(keys)
 
     def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts values into the lower tier; returns how many leading ones it took."""
+        if not keys:
+            return 0
         num_copied = 0
-        gone: set[BlockKey] = set()
-        if keys:
-            with contextlib.suppress(StoreClosed):
-                num_copied = _num_done(self._lower, self._lower.put, keys, slots)
-        if num_copied and self._finder_above is not None:
-            gone = _missing(self._finder_above, keys[:num_copied])
-        if gone:
-            with contextlib.suppress(StoreError):
-                self._lower.remove(list(gone))
-        self._counts["lost"] += len(gone)
-        self._counts["copied"] += num_copied - len(gone)
+        with contextlib.suppress(StoreClosed):
+            num_copied = _num_done(self._lower, self._lower.put, keys, slots)
+        gone = self._gone_from_above(keys)  # a put that failed may have stored values, too
+        self._to_take_back |= gone
+        self._take_back()
+        num_lost = len(gone.intersection(keys[:num_copied]))
+        self._counts["lost"] += num_lost
+        self._counts["copied"] += num_copied - num_lost
         return num_copied
+
+    def _take_back(self) -> bool:
+        """Removes below what was gone from the first tier after its copy; False if that failed."""
+        if self._to_take_back:
+            try:
+                self._lower.remove(list(self._to_take_back))
+            except StoreError:
+                return False
+            self._to_take_back.clear()
+        return True
+
+    def _gone_from_above(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns the keys that the first tier lacks; all, if it fails."""
+        if self._finder_above is not None:
+            return _missing(self._first, self._finder_above, keys)
+        gone: list[BlockKey] = []
+        rest = keys
+        try:
+            while rest:  # a match tells one missing key at a time
+                num_there = count_of(self._first.match(rest), rest, self._first)
+                gone += rest[num_there : num_there + 1]
+                rest = rest[num_there + 1 :]
+        except StoreError:
+            return set(keys)
+        return set(gone)
 
     def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Reads values from the first tier; returns how many leading ones are there and right."""
@@ -264,12 +306,11 @@ class Copier:
         return Slots(self._memory, slot_bytes, range(len(sizes)), sizes)
 
 
-def _missing(finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
+def _missing(store: Store, finder: FindsKeys | None, keys: Sequence[BlockKey]) -> set[BlockKey]:
     """Returns the keys that a tier lacks; all, if it cannot tell."""
     if finder is not None:
         with contextlib.suppress(StoreError):
-            answers = zip(keys, finder.which_stored(keys), strict=True)
-            return {key for key, is_there in answers if not is_there}
+            return set(keys) - stored_among(finder.which_stored(keys), keys, store)
     return set(keys)
 
 

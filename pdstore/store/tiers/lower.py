@@ -3,11 +3,13 @@
 # Decision: docs/decisions/047-meeting-tier.md
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from pdstore.errors import BadValue, StoreClosed, StoreError
-from pdstore.format.keys import BlockKey
+from pdstore.errors import BadValue, StoreClosed, StoreError, StoreTimeout, StoreUnavailable
+from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.guard import GuardedStore, problem_of
@@ -18,6 +20,7 @@ from pdstore.threads import CallBeside
 A = TypeVar("A")
 
 LOOK_S = 0.1
+REMOVE_S = 1.0
 
 
 class Limits(NamedTuple):
@@ -42,7 +45,8 @@ class LowerTier:
     """A tier below the first: with a breaker, a time limit for searches, and its copier.
 
     A search runs beside its caller, who waits for at most `Limits.look_s`. If the search takes
-    longer, the tier counts as empty until this search has ended. If the search ends with an error,
+    longer, the tier counts as empty until this search has ended. So it is with a removal, for which
+    the caller waits for `REMOVE_S`. If the search ends with an error,
     or if calls fail, the tier counts as empty until its breaker's probe has an answer. So a tier
     that hangs costs a process one wait for each outage, and no request waits for a probe.
 
@@ -58,6 +62,7 @@ class LowerTier:
     ) -> None:
         self.store = GuardedStore(store, Metrics())  # its calls are no calls of the whole pool
         self._look_s = limits.look_s
+        self._change_s = max(limits.look_s, REMOVE_S)
         self._late: CallBeside[Any] | None = None
         self.copier = Copier(
             first,
@@ -70,7 +75,7 @@ class LowerTier:
 
     @property
     def is_out(self) -> bool:
-        """True while a search takes too long or the breaker is open: then the tier has nothing."""
+        """True while a call takes too long or the breaker is open: then the tier has nothing."""
         late = self._late
         return self.store.is_open or (late is not None and not late.has_ended())
 
@@ -79,24 +84,37 @@ class LowerTier:
         """Text that says why the tier is out; None if it is not."""
         if not self.is_out:
             return None
-        why = problem_of(self.store) or "a search takes too long"
+        why = (problem_of(self.store) if self.store.is_open else None) or "a call takes too long"
         return f"the tier {self.store.label} is left out until it answers: {why}"
 
     def look(self, search: Callable[[], A], otherwise: A) -> A:
         """Searches the tier; returns `otherwise` if it is out, fails, or takes too long."""
-        if self.is_out:
-            return otherwise
         try:
-            beside = CallBeside("pdstore-tier-look", search)
-        except RuntimeError:  # no thread can start now
-            return otherwise
-        if not beside.has_ended(self._look_s):
-            self._late = beside
-            return otherwise
-        try:
-            return beside.result()
+            return self._beside(search, self._look_s)
         except StoreError:
             return otherwise
+
+    def find_out(self, patience_s: float = 0.0) -> None:
+        """Makes a search, so that the tier is out from then on if it hangs.
+
+        patience_s: how long it waits first for the end of a call that takes too long.
+        """
+        if (late := self._late) is not None:
+            late.has_ended(patience_s)
+        with contextlib.suppress(StoreError):
+            self._beside(lambda: self.store.match([POOL_ID_KEY]), self._change_s)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Removes values; the removal goes on beside the caller if it takes too long.
+
+        Raises StoreError, also if the tier is out or takes too long.
+        """
+        self._beside(partial(self.store.remove, keys), self._change_s)
+
+    def clear(self, namespace: str) -> None:
+        """Clears a namespace, however long it takes. Raises StoreError, also if the tier is out."""
+        self._raise_if_out()
+        self.store.clear(namespace)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> tuple[int, BadValue | None]:
         """Reads leading values; returns how many, and the error if the next one is wrong."""
@@ -110,3 +128,26 @@ class LowerTier:
             raise
         except StoreError as error:
             return num_done_of(error, keys), None
+
+    def close(self, timeout_s: float) -> None:
+        """Closes the store; that goes on beside the caller if it takes too long."""
+        try:
+            CallBeside("pdstore-tier-close", self.store.close).has_ended(timeout_s)
+        except RuntimeError:  # no thread can start now, as at the interpreter's end
+            self.store.close()
+
+    def _beside(self, call: Callable[[], A], timeout_s: float) -> A:
+        """Makes a call beside the caller. Raises StoreError; the tier is out if it takes longer."""
+        self._raise_if_out()
+        try:
+            beside = CallBeside("pdstore-tier-call", call)
+        except RuntimeError as error:
+            raise StoreUnavailable(f"{self.store.label}: no thread can start now") from error
+        if not beside.has_ended(timeout_s):
+            self._late = beside
+            raise StoreTimeout(f"{self.store.label}: no answer after {timeout_s:g} s")
+        return beside.result()
+
+    def _raise_if_out(self) -> None:
+        if (problem := self.problem) is not None:
+            raise StoreUnavailable(problem)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.geometry import Geometry
 from pdstore.format.keys import BlockKey, Kind, Part, kind_of
-from pdstore.store.base import Store
+from pdstore.store.base import Store, num_done_of
 from pdstore.store.optional import (
     ALL_KEYS,
     DoubtsServer,
@@ -202,11 +203,19 @@ class _SaveHook:
     def __call__(
         self, verb: str, keys: Sequence[BlockKey], call: Callable[[], Moved[A]]
     ) -> Moved[A]:
-        moved = call()
-        if verb == "put" and moved.error is None:  # after an error the save is made again
+        try:
+            moved = call()
+        except StoreError as error:
+            self._copy_down(verb, keys[: num_done_of(error, keys)])
+            raise
+        if moved.error is None:  # after this error the save is made again
+            self._copy_down(verb, keys)
+        return moved
+
+    def _copy_down(self, verb: str, keys: Sequence[BlockKey]) -> None:
+        if verb == "put":
             blocks = [key for key in keys if is_for_all_tiers(key)]
             self._stack.copy_down(blocks, list(map(self._size_of, blocks)))
-        return moved
 
     def _size_of(self, key: BlockKey) -> int:
         """Returns the length of a block's value, by the part that its key names."""

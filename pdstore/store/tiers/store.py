@@ -7,25 +7,37 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import cast
 
-from pdstore.errors import BadValue, ConfigError, StoreError, StoreUnavailable
+from pdstore.errors import BadValue, ConfigError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.base import Lifecycle, P, Slots, Store, count_of, log_once, num_done_of
+from pdstore.store.base import (
+    Lifecycle,
+    P,
+    Slots,
+    Store,
+    count_of,
+    log_once,
+    num_done_of,
+    stored_among,
+)
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
-from pdstore.store.tiers.lower import Limits, LowerTier
+from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
 from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
 from pdstore.store.url import Place, Reach, StoreURL
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
-_COPY_TIMEOUT_S = 10.0  # for which `remove` and `clear` wait until a copy under way has ended
-_CLOSE_S = 0.5
+_COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
+_PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
+_CLOSE_S = 0.5  # for the copies that are under way
+_CLOSE_LOWER_S = 0.3
 _REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
 
 
@@ -78,7 +90,7 @@ class TieredStore(Store):
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> TieredStore:
-        _check_reach(url, settings)
+        _check_tiers(url, settings)
         first, *others = url.tiers
         limits = [Limits.of(each) for each in others]
         urls = [first.text, *(each.inner("") for each in others)]
@@ -99,7 +111,7 @@ class TieredStore(Store):
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        _check_reach(url, settings)
+        _check_tiers(url, settings)
         check_url(url.tiers[0].text, settings)
         for each in url.tiers[1:]:
             Limits.of(each)
@@ -167,7 +179,9 @@ class TieredStore(Store):
         if not any(map(is_for_all_tiers, keys)):
             self.first.remove(keys)
             return
-        failed = self._in_all_tiers(lambda store: store.remove(keys), set(keys).__contains__)
+        failed = self._in_all_tiers(
+            lambda store: store.remove(keys), set(keys).__contains__, Deadline(REMOVE_S)
+        )
         for error in failed:  # the tier is out; a load that reads the value there removes it then
             log.warning("not removed from a lower tier: %s", error)
 
@@ -175,7 +189,10 @@ class TieredStore(Store):
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         failed = self._in_all_tiers(
-            lambda store: store.clear(namespace), lambda key: key.startswith(prefix)
+            lambda store: store.clear(namespace),
+            lambda key: key.startswith(prefix),
+            Deadline(_COPY_TIMEOUT_S),
+            patience_s=_PATIENCE_S,
         )
         if failed:
             raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
@@ -183,12 +200,15 @@ class TieredStore(Store):
     def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
         finder = self._finders[number]
-        none = [False] * len(keys)
+        none: set[BlockKey] = set()
         if finder is None:
-            return none
-        if not number:
-            return finder.which_stored(keys)
-        return self.lower[number - 1].look(lambda: finder.which_stored(keys), none)
+            return [False] * len(keys)
+
+        def search() -> set[BlockKey]:
+            return stored_among(finder.which_stored(keys), keys, self.tiers[number])
+
+        stored = self.lower[number - 1].look(search, none) if number else search()
+        return [key in stored for key in keys]
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
@@ -220,8 +240,10 @@ class TieredStore(Store):
         deadline = Deadline(_CLOSE_S)
         for tier in self.lower:
             tier.copier.close(deadline.remaining_s())
-        for store in self.tiers:
-            store.close()
+        self.first.close()
+        deadline = Deadline(_CLOSE_LOWER_S)
+        for tier in self.lower:
+            tier.close(deadline.remaining_s())
 
     def _match(self, number: int, keys: Sequence[BlockKey]) -> int:
         """Matches leading keys in the tier of a number and in those below it.
@@ -233,13 +255,22 @@ class TieredStore(Store):
         if found == len(keys) or number == len(self.lower) or not is_for_all_tiers(keys[found]):
             return found
         rest = keys[found:]
-        has = self.which_in(number, rest)
+        has = self._have(number, rest)
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below = self._match(number + 1, [rest[i] for i in below])
-        end = below[num_below] if num_below < len(below) else len(rest)
+        end = below[num_below] if num_below < len(below) else len(has)
         here = [i for i in range(end) if has[i]]
         leased = self._match_in(number, [rest[i] for i in here]) if here else 0
         return found + (here[leased] if leased < len(here) else end)
+
+    def _have(self, number: int, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns which keys a tier has, up to the first that it lacks and that no other may have.
+
+        The tiers below may keep tails of the time when one of them was a pool by itself.
+        """
+        has = [*self.which_in(number, keys)]
+        ends = (i for i, key in enumerate(keys) if not (has[i] or is_for_all_tiers(key)))
+        return has[: next(ends, len(keys))]
 
     def _match_in(self, number: int, keys: Sequence[BlockKey]) -> int:
         store = self.tiers[number]
@@ -257,25 +288,39 @@ class TieredStore(Store):
         It begins at the tier of a number. Returns how many values are read, and the error if the
         next value has another length wherever it is, or if the first tier failed.
         """
+        done, is_again = 0, True
+        while is_again:
+            num_read, error, is_again = self._get_once(
+                number, keys[done:], slots.part(done, len(keys))
+            )
+            done += num_read
+        return done, error
+
+    def _get_once(
+        self, number: int, keys: Sequence[BlockKey], slots: Slots
+    ) -> tuple[int, StoreError | None, bool]:
+        """Does what `_get` does, but ends at a value that this tier said it has, and does not have.
+
+        Then the third item of the result is True: that value may lie below.
+        """
         done, error = self._get_in(number, keys, slots)
-        is_failed = error is not None and not isinstance(error, BadValue)
         is_last = number == len(self.lower)
-        if done == len(keys) or is_failed or is_last or not is_for_all_tiers(keys[done]):
-            return done, error
+        if done == len(keys) or is_last or not _is_miss(error) or not is_for_all_tiers(keys[done]):
+            return done, error, False
         rest, of_rest = keys[done:], slots.part(done, len(keys))
-        has = [*self.which_in(number, rest)]
+        has = self._have(number, rest)
         has[0] = False
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below, wrong = self._get(number + 1, [rest[i] for i in below], of_rest.chosen(below))
-        end = below[num_below] if num_below < len(below) else len(rest)
+        end = below[num_below] if num_below < len(below) else len(has)
         if end == 0:
-            return done, wrong or error
+            return done, wrong or error, False
         here = [i for i in range(end) if has[i]]
         if here:
             got, failed = self._get_in(number, [rest[i] for i in here], of_rest.chosen(here))
             if got < len(here):
-                return done + here[got], failed
-        return done + end, wrong
+                return done + here[got], failed, _is_miss(failed)
+        return done + end, wrong, False
 
     def _get_in(
         self, number: int, keys: Sequence[BlockKey], slots: Slots
@@ -288,33 +333,41 @@ class TieredStore(Store):
             return num_done_of(error, keys), error
 
     def _in_all_tiers(
-        self, call: Callable[[Store], None], is_dropped: Callable[[BlockKey], bool]
+        self,
+        call: Callable[[Store | LowerTier], None],
+        is_dropped: Callable[[BlockKey], bool],
+        deadline: Deadline,
+        *,
+        patience_s: float = 0.0,
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made.
+        deadline: until which it waits for copies under way.
+        patience_s: how long it waits for a lower tier that is out because a call takes too long.
         Raises the first tier's error, after the other calls.
         """
-        deadline = Deadline(_COPY_TIMEOUT_S)
+        for tier in self.lower:  # else a tier that hangs would be waited for below
+            tier.find_out(patience_s)
         with contextlib.ExitStack() as stopped:
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
                 stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
-            of_first = _error_of(call, self.first)
-            errors = [
-                StoreUnavailable(tier.problem or tier.store.label)
-                if tier.is_out
-                else _error_of(call, tier.store)
-                for tier in self.lower
-            ]
+            of_first = _error_of(partial(call, self.first))
+            errors = [_error_of(partial(call, tier)) for tier in self.lower]
         if of_first is not None:
             raise of_first
         return [error for error in errors if error is not None]
 
 
-def _error_of(call: Callable[[Store], None], store: Store) -> StoreError | None:
+def _is_miss(error: StoreError | None) -> bool:
+    """True unless a read ended because its tier failed: then the value may lie in another tier."""
+    return error is None or isinstance(error, BadValue)
+
+
+def _error_of(call: Callable[[], None]) -> StoreError | None:
     try:
-        call(store)
+        call()
     except StoreError as error:
         return error
     return None
@@ -327,15 +380,21 @@ def _without_limits(url: StoreURL) -> str:
     return url.inner("")
 
 
-def _check_reach(url: StoreURL, settings: Settings) -> None:
-    """Raises ConfigError if a lower tier is not there for all instances that share the first."""
+def _check_tiers(url: StoreURL, settings: Settings) -> None:
+    """Raises ConfigError for a lower tier that instances with the same first one may not share.
+
+    Also raises it for a place that two of the tiers name.
+    """
     first, *others = url.tiers
-    reach = place_of(first.text, settings).reach
+    places = [place_of(first.text, settings)]
     for each in others:
-        below = place_of(_without_limits(each), settings).reach
-        if _REACHES.index(below) < _REACHES.index(reach):
+        place = place_of(_without_limits(each), settings)
+        if _REACHES.index(place.reach) < _REACHES.index(places[0].reach):
             raise ConfigError(
-                f"{each.label} is for {below.value}, and the first tier, {first.label}, for"
-                f" {reach.value}: a lower tier must be there for all instances of the pool; write"
-                " the tier of fewer instances first"
+                f"{each.label} is for {place.reach.value}, and the first tier, {first.label}, for"
+                f" {places[0].reach.value}: a lower tier must be there for all instances of the"
+                " pool; write the tier of fewer instances first"
             )
+        if place.path is not None and place.path in [above.path for above in places]:
+            raise ConfigError(f"{each.label} is the place of two tiers: {place.path}; name it once")
+        places.append(place)

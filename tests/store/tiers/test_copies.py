@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from pdstore.errors import StoreFull
+from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
 from pdstore.store.memory import MemoryStore
+from pdstore.store.tiers import copies
 from pdstore.store.tiers.copies import Copier, CopyQueue
 from pdstore.store.tiers.lower import Limits
 from pdstore.store.tiers.store import TieredStore
@@ -67,6 +68,18 @@ def test_beyond_the_bound_the_end_of_the_oldest_put_is_given_up():
     assert [key for key, _ in queue.take(100 * SIZE)] == old[:2]
     queue.end(0)
     assert [key for key, _ in queue.take(100 * SIZE)] == new
+
+
+def test_puts_of_which_nothing_waits_take_no_memory():
+    queue = CopyQueue(most_bytes=100 * SIZE)
+    keys, others = fresh_keys(3), fresh_keys(2)
+    for _ in range(50):
+        queue.add(keys, [SIZE] * 3)
+    assert len(queue) == 1
+    queue.add(others, [SIZE] * 2)
+    queue.drop(others.__contains__)
+    assert len(queue) == 1
+    assert [key for key, _ in queue.take(100 * SIZE)] == keys
 
 
 def test_a_block_that_is_given_up_takes_those_behind_it_in_its_put_along():
@@ -126,6 +139,18 @@ def test_no_more_bytes_a_second_go_down_than_copy_says():
         copier.close(1.0)
 
 
+def test_what_is_below_already_takes_nothing_of_the_rate(open_tiers):
+    below, keys, new = MemoryStore(), fresh_keys(3), fresh_keys(1)
+    put_all(below, keys)
+    store = open_tiers(MemoryStore(), below, limits=[Limits(copy_bytes_per_s=1)])
+    for _ in range(5):
+        put_all(store, keys)
+        assert store.flush(10), "it would wait for hours"
+    put_all(store, new)
+    assert store.flush(10)
+    assert below.match(new) == 1
+
+
 def test_a_block_evicted_before_its_copy_is_lost_and_those_behind_it_are_given_up(open_tiers):
     first, below = MemoryStore(), Faulty(MemoryStore())
     store = open_tiers(first, below)
@@ -138,6 +163,20 @@ def test_a_block_evicted_before_its_copy_is_lost_and_those_behind_it_are_given_u
     assert store.flush()
     assert below.match(keys) == 2
     assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 2}
+
+
+def test_what_is_behind_a_batch_that_ends_in_a_lost_block_is_given_up(open_tiers, monkeypatch):
+    monkeypatch.setattr(copies, "BATCH_BYTES", 3 * SIZE)
+    first, below = MemoryStore(), Faulty(MemoryStore())
+    store, keys, more = open_tiers(first, below), fresh_keys(9), fresh_keys(1)
+    with held(below):
+        put_all(store, more)  # its copy hangs, and what follows waits
+        eventually(lambda: not store.flush(0.0), 5)
+        put_all(store, keys)
+        first.remove(keys[2:3])
+    assert store.flush()
+    assert below.wrapped.which_stored(keys) == [True] * 2 + [False] * 7
+    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 6}
 
 
 def test_a_value_that_is_wrong_in_the_first_tier_does_not_go_down(open_tiers):
@@ -220,6 +259,69 @@ def test_a_copy_of_what_another_process_clears_is_taken_back(open_tiers):
     assert store.codes() == {"tier1_copied": 0, "tier1_lost": 3, "tier1_given_up": 0}
 
 
+def test_a_put_succeeds_while_no_thread_can_start(open_tiers, monkeypatch):
+    first, below = MemoryStore(), MemoryStore()
+    store, keys = open_tiers(first, below), fresh_keys(3)
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "Ticker", no_thread)
+        put_all(store, keys[:2])
+    assert not store.flush(0.0)
+    put_all(store, keys[2:])
+    assert store.flush(10)
+    assert below.match(keys) == 3
+
+
+class Failing(ClearedBeside):
+    """Its removals fail at first; its puts store the values, and may then fail."""
+
+    def __init__(self, store, first, error=None):
+        super().__init__(store, first)
+        self.error = error
+        self.num_failures = 3
+
+    def put(self, keys, slots):
+        num_done = super().put(keys, slots)
+        if self.error is not None:
+            raise self.error
+        return num_done
+
+    def remove(self, keys):
+        self.num_failures -= 1
+        if self.num_failures >= 0:
+            raise StoreError("not now")
+        super().remove(keys)
+
+
+@pytest.mark.parametrize("error", [None, StoreTimeout("too late")])
+def test_what_cannot_be_taken_back_at_once_is_taken_back_later(open_tiers, error):
+    first, inner = MemoryStore(), MemoryStore()
+    store, keys = open_tiers(first, Failing(inner, first, error)), fresh_keys(3)
+    put_all(store, keys)
+    assert store.flush()
+    assert inner.match(keys) == 3
+    eventually(lambda: inner.match(keys) == 0, 10)
+
+
+def test_what_is_gone_from_a_first_tier_that_only_matches_is_taken_back(open_tiers):
+    first, inner = MemoryStore(), MemoryStore()
+    [one, *others] = fresh_keys(4)
+
+    class ClearedInPart(ClearedBeside):
+        def put(self, keys, slots):
+            self.first.remove(others[1:2])
+            return self.wrapped.put(keys, slots)
+
+    store = open_tiers(WrapperStore(first), ClearedInPart(inner, first))
+    put_all(store, [one, *others])
+    assert store.flush()
+    assert inner.which_stored([one, *others]) == [True, True, False, True]
+    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 0}
+
+
 def test_remove_reaches_every_tier_and_queued_copies(open_tiers):
     stores = MemoryStore(), MemoryStore(), MemoryStore()
     store, keys = open_tiers(*stores), fresh_keys(3)
@@ -239,6 +341,32 @@ def test_close_drains_nothing_and_ends_within_a_second(open_tiers):
         began_at = time.monotonic()
         store.close()
         assert time.monotonic() - began_at < 1.0
+
+
+class HangsAtClose(Faulty):
+    """A directory of which a dead server takes no removal of a file."""
+
+    def close(self):
+        self._open.wait(60)
+        super().close()
+
+
+def test_close_ends_within_a_second_if_the_stores_below_do_not(open_tiers):
+    below = [HangsAtClose(MemoryStore()) for _ in range(2)]
+    store, keys = open_tiers(MemoryStore(), *below), fresh_keys(3)
+    with held(below[0]), held(below[1]):
+        put_all(store, keys)
+        began_at = time.monotonic()
+        store.close()
+        assert time.monotonic() - began_at < 1.0
+    for each in below:
+        eventually(lambda each=each: _is_closed(each.wrapped, keys), 10)
+
+
+def _is_closed(store, keys):
+    with contextlib.suppress(StoreClosed):
+        return store.match(keys) < 0
+    return True
 
 
 def test_copies_to_two_tiers_do_not_wait_for_each_other(open_tiers):
