@@ -42,7 +42,7 @@ from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
 from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, tiers_of
 from pdstore.store.seal import seal_store
-from pdstore.store.url import Place
+from pdstore.store.url import Place, StoreURL
 from pdstore.worker.mover import check_values_fit
 
 ENGINE_BLOCK = 16
@@ -116,8 +116,9 @@ def _opened(settings: Settings, place: Place) -> Iterator[Store]:
 
 def check_tiers(settings: Settings, store: Store, shape: ModelShape | None) -> Iterator[Finding]:
     """Yields findings about the tiers of a store that has several: each lower one is tried."""
-    first, *lower = tiers_of(store)
+    _, *lower = tiers_of(store)
     if lower:
+        first, *_ = StoreURL.of(settings.store).tiers  # `store` may be one to try things with
         yield info(
             "tiers",
             f"P and D meet in {first.label}; blocks that are copied below serve each instance that"

@@ -46,6 +46,13 @@ def test_doctor_tries_each_tier(stack, tmp_path):
     assert below < above
 
 
+def test_doctor_names_the_first_tier_as_it_is_called_before_there_is_one(tmp_path):
+    urls = f"shm://unopened?size=64MiB&dir={tmp_path} file://{tmp_path}/below"
+    document = run_json("doctor", "--store", urls, PD_TRANSFER_VIA_STORAGE="1")
+    (said,) = (each["said"] for each in document["findings"] if each["subject"] == "tiers")
+    assert said.startswith("P and D meet in shm://unopened;")
+
+
 def test_doctor_names_a_tier_that_is_away(tmp_path):
     urls = f"file://{tmp_path}/pool?budget=9GiB redis://127.0.0.1:1"
     ran = run("doctor", "--store", urls)
