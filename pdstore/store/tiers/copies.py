@@ -168,7 +168,7 @@ class Copier:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many values were copied, given up and lost so far."""
+        """Numbers of values that were copied, given up and lost so far."""
         counts = self._counts
         given_up = self._queue.num_given_up
         return {"copied": counts["copied"], "given_up": given_up, "lost": counts["lost"]}
