@@ -10,7 +10,9 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from pdstore.testing import content, fresh_keys
+import pytest
+
+from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import put
 
 SIZE = 64 << 10
@@ -77,3 +79,22 @@ class Losses:
                 if is_lost:
                     path.unlink()
         return self.by_group.total() - before
+
+
+class FileStoreTests(StoreTests):
+    """The contract of stores over a directory, which a class's `open_at(name, budget)` opens."""
+
+    @pytest.fixture
+    def store(self, open_at):
+        return open_at("pool")
+
+    @pytest.fixture
+    def peer(self, open_at, store):
+        return open_at("pool")
+
+    @pytest.fixture
+    def small_store(self, open_at):
+        return open_at("small", 24 * SIZE)
+
+    def write_raw(self, store, key, data):
+        planted_at(store, key).write_bytes(data)

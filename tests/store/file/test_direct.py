@@ -20,10 +20,10 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.file.direct import DirectFiles
 from pdstore.store.file.store import FileStore
-from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import filled_slots, get, put
 from tests.support.disk import disk as disk
-from tests.support.file_pool import SIZE, num_temporaries, path_of, planted_at
+from tests.support.file_pool import SIZE, FileStoreTests, num_temporaries, path_of
 from tests.support.kv import settings_of
 from tests.support.swap_case import SwapBench
 
@@ -39,28 +39,13 @@ def direct_store(root, way, budget=None) -> FileStore:
     return FileStore(root, budget=budget, built=built, direct=direct)
 
 
-class TestDirectFileStore(StoreTests):
+class TestDirectFileStore(FileStoreTests):
     @pytest.fixture(params=WAYS)
     def open_at(self, disk, request, closed_after):
         """Opens a store at a directory's name and a budget."""
         return lambda name, budget=None: closed_after(
             direct_store(disk / name, request.param, budget)
         )
-
-    @pytest.fixture
-    def store(self, open_at):
-        return open_at("pool")
-
-    @pytest.fixture
-    def peer(self, open_at, store):
-        return open_at("pool")
-
-    @pytest.fixture
-    def small_store(self, open_at):
-        return open_at("small", 24 * SIZE)
-
-    def write_raw(self, store, key, data):
-        planted_at(store, key).write_bytes(data)
 
 
 @pytest.fixture(params=WAYS)

@@ -27,14 +27,14 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.file.files import OTHER_LENGTH, error_of, named_error
 from pdstore.store.file.store import FileStore
-from pdstore.testing import StoreTests, content, fresh_keys
+from pdstore.testing import content, fresh_keys
 from pdstore.testing.values import empty_slots, get, put
-from tests.support.file_pool import SIZE, fill, num_temporaries, path_of, planted_at
+from tests.support.file_pool import SIZE, FileStoreTests, fill, num_temporaries, path_of, planted_at
 from tests.support.kv import settings_of
 from tests.support.random_calls import play_random_calls
 
 
-class TestFileStore(StoreTests):
+class TestFileStore(FileStoreTests):
     @pytest.fixture(params=["off", "require"])
     def open_at(self, tmp_path, request, closed_after):
         """Opens a store at a directory's name and a budget, with the native library or without."""
@@ -42,21 +42,6 @@ class TestFileStore(StoreTests):
         return lambda name, budget=None: closed_after(
             FileStore(tmp_path / name, budget=budget, built=library)
         )
-
-    @pytest.fixture
-    def store(self, open_at):
-        return open_at("pool")
-
-    @pytest.fixture
-    def peer(self, open_at, store):
-        return open_at("pool")
-
-    @pytest.fixture
-    def small_store(self, open_at):
-        return open_at("small", 24 * SIZE)
-
-    def write_raw(self, store, key, data):
-        planted_at(store, key).write_bytes(data)
 
 
 def test_which_stored_answers_for_each_key_and_leases_none(store):
