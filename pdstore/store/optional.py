@@ -188,6 +188,31 @@ class HasTiers(Protocol):
         """The stores, the fastest first; hand-offs meet in the first."""
 
 
+@runtime_checkable
+class TellsTiers(Protocol):
+    """A store that consists of several tiers, and tells in which of them it has found a value."""
+
+    def which_tier(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Returns for each key the number of the tier where this process has found it last.
+
+        0 is the first tier, and the answer for a key that was found nowhere. Does no I/O.
+        """
+
+
+@runtime_checkable
+class MeetsInTier(Protocol):
+    """A store in one tier of which hand-offs meet: all that P hands over is there, and whole."""
+
+    def meeting_store(self) -> Store:
+        """Returns the store of that tier, for calls that search or read it alone."""
+
+
+def meeting_store_of(store: Store) -> Store:
+    """Returns the store where hand-offs meet: the first of several tiers, or the store itself."""
+    meets = store.optional(MeetsInTier)
+    return meets.meeting_store() if meets is not None else store
+
+
 def tiers_of(store: Store) -> Sequence[Store]:
     """Returns the tiers of a store, the fastest first; the store alone if it has no tiers."""
     teller = store.optional(HasTiers)

@@ -10,13 +10,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, Reason, StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of
 from pdstore.settings import Settings
-from pdstore.store.base import Slots, Store, check_call, count_of, num_done_of
-from pdstore.store.optional import EvictsByUse, FindsKeys, TellsChanges, TellsRoom
+from pdstore.store.base import P, Slots, Store, check_call, count_of, num_done_of
+from pdstore.store.optional import (
+    EvictsByUse,
+    FindsKeys,
+    MeetsInTier,
+    TellsChanges,
+    TellsRoom,
+    TellsTiers,
+)
 from pdstore.store.transfer import MovesValues
 from pdstore.store.wrappers import WrapperStore
 
@@ -44,7 +51,7 @@ class Encrypted(WrapperStore):
     way to move values (`MovesValues`) is not used.
     """
 
-    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse)
+    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse, TellsTiers)
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = 16 << 20) -> None:
         super().__init__(store)
@@ -63,6 +70,11 @@ class Encrypted(WrapperStore):
     def allocate(self, num_bytes: int) -> memoryview:
         """Returns plain memory, because the wrapped store never moves it."""
         return Store.allocate(self, num_bytes)
+
+    def optional(self, protocol: type[P]) -> P | None:
+        if protocol is not MeetsInTier or (meets := self.wrapped.optional(MeetsInTier)) is None:
+            return super().optional(protocol)
+        return cast(P, _Meeting(Encrypted(meets.meeting_store(), self._envelopes)))
 
     def _in_batches(
         self,
@@ -134,6 +146,16 @@ class Encrypted(WrapperStore):
         finally:
             with self._lock:
                 self._spare.append(view)
+
+
+class _Meeting:
+    """MeetsInTier: the tier where hand-offs meet, encrypted as the whole store is."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def meeting_store(self) -> Store:
+        return self._store
 
 
 def seal_store(store: Store, settings: Settings) -> Store:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import P, Slots, Store
-from pdstore.store.optional import FindsKeys, RenewsUnread
+from pdstore.store.optional import FindsKeys, MeetsInTier, RenewsUnread
 from pdstore.store.transfer import (
     CallHook,
     Moved,
@@ -140,8 +140,18 @@ class _HookedMover:
         return self._inner.transfer(context.through(self._hook))
 
 
+class _HookedMeeting:
+    def __init__(self, hook: CallHook, inner: MeetsInTier) -> None:
+        self._hook = hook
+        self._inner = inner
+
+    def meeting_store(self) -> Store:
+        return StorePart(self._inner.meeting_store(), self._hook)
+
+
 _HOOKED: Mapping[type, Callable[[CallHook, Any], object]] = {
     FindsKeys: _HookedFinder,
+    MeetsInTier: _HookedMeeting,
     RenewsUnread: _HookedRenewer,
     MovesValues: _HookedMover,
 }

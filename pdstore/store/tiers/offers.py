@@ -18,13 +18,16 @@ from pdstore.store.optional import (
     FindsKeys,
     HasTiers,
     ListsValues,
+    MeetsInTier,
     Room,
     ServerDoubt,
     StoredValue,
     TellsChanges,
     TellsOrigins,
     TellsRoom,
+    TellsTiers,
 )
+from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
 
 A = TypeVar("A")
@@ -36,15 +39,21 @@ class Stack:
     """The parts of a TieredStore that its optional calls use.
 
     tiers: the stores, the fastest first.
+    found: where values were found.
     which_in: returns which keys the tier of a number has.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     problems: returns for each lower tier why it is out, or None.
     """
 
     tiers: Sequence[Store]
+    found: Whereabouts
     which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
     problems: Callable[[], Sequence[str | None]]
+
+    def meeting_store(self) -> Store:
+        """Returns the first tier's store, as `MeetsInTier` does."""
+        return self.tiers[0]
 
 
 def is_for_all_tiers(key: BlockKey) -> bool:
@@ -54,8 +63,10 @@ def is_for_all_tiers(key: BlockKey) -> bool:
 
 def optional_of(stack: Stack, protocol: type) -> object | None:
     """Returns an object with a protocol's calls for all tiers; None if the tiers lack them."""
-    if protocol is HasTiers:
+    if protocol in (HasTiers, MeetsInTier):
         return stack
+    if protocol is TellsTiers:
+        return stack.found
     if protocol is TellsChanges:  # what callers wait for is in the first tier
         return stack.tiers[0].optional(protocol)
     make = _MAKERS.get(protocol)

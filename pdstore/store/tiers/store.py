@@ -27,6 +27,7 @@ from pdstore.store.base import (
 )
 from pdstore.store.connect import check_url, open_store, place_of
 from pdstore.store.optional import FindsKeys
+from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
 from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
 from pdstore.store.url import Place, Reach, StoreURL
@@ -80,8 +81,10 @@ class TieredStore(Store):
         ]
         self.tiers = [first, *(tier.store for tier in self.lower)]
         self._finders = [store.optional(FindsKeys) for store in self.tiers]
+        self._found = Whereabouts()
         self._stack = Stack(
             self.tiers,
+            self._found,
             self.which_in,
             self.copy_down,
             problems=lambda: [tier.problem for tier in self.lower],
@@ -169,6 +172,7 @@ class TieredStore(Store):
 
         sizes: the length of each value.
         """
+        self._found.note(0, keys)
         goes = list(map(is_for_all_tiers, keys))
         if any(goes):
             for tier in self.lower:
@@ -176,6 +180,7 @@ class TieredStore(Store):
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.enter(keys)
+        self._found.forget(keys)
         if not any(map(is_for_all_tiers, keys)):
             self.first.remove(keys)
             return
@@ -278,7 +283,9 @@ class TieredStore(Store):
         def match() -> int:
             return count_of(store.match(keys), keys, store)
 
-        return self.lower[number - 1].look(match, 0) if number else match()
+        found = self.lower[number - 1].look(match, 0) if number else match()
+        self._found.note(number, keys[:found])
+        return found
 
     def _get(
         self, number: int, keys: Sequence[BlockKey], slots: Slots
@@ -326,11 +333,16 @@ class TieredStore(Store):
         self, number: int, keys: Sequence[BlockKey], slots: Slots
     ) -> tuple[int, StoreError | None]:
         if number:
-            return self.lower[number - 1].get(keys, slots)
+            num_read, wrong = self.lower[number - 1].get(keys, slots)
+            self._found.note(number, keys[:num_read])
+            return num_read, wrong
+        error: StoreError | None = None
         try:
-            return count_of(self.first.get(keys, slots), keys, self.first), None
-        except StoreError as error:
-            return num_done_of(error, keys), error
+            num_read = count_of(self.first.get(keys, slots), keys, self.first)
+        except StoreError as caught:
+            num_read, error = num_done_of(caught, keys), caught
+        self._found.note(0, keys[:num_read])
+        return num_read, error
 
     def _in_all_tiers(
         self,
