@@ -303,3 +303,15 @@ def reason_of(error: Exception) -> Reason:
 def reasons_with(*causes: Cause) -> frozenset[Reason]:
     """Returns the reasons of these classes."""
     return frozenset(reason for reason in Reason if reason.cause in causes)
+
+
+def release_frames(error: BaseException) -> None:
+    """Drops the tracebacks of an error and of its causes, because they hold slots and tensors."""
+    seen: set[int] = set()
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            rest += (each.__cause__, each.__context__)

@@ -41,8 +41,8 @@ from pdstore.store import open_store
 from pdstore.store.base import Store
 from pdstore.store.connect import check_store
 from pdstore.worker.job import Job
+from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
-from pdstore.worker.save import OpenSave
 from pdstore.worker.swap import BlockCopy, Swap, open_swap
 
 __all__ = [

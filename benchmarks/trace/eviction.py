@@ -29,7 +29,7 @@ from benchmarks.report import Report
 from benchmarks.trace.closed_loop import LIVE_TOKENS, BlockPool, ClosedLoop, Crowd, Policy, name_of
 from benchmarks.trace.replay import Clock
 from benchmarks.trace.requests import read_trace
-from pdstore.worker.admission import Admission
+from pdstore.store.admission import Admission
 
 COLUMNS = [
     *("workload", "pool, of what is in use", "LRU, %"),

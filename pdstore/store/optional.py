@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
-from pdstore.store.base import Store
+from pdstore.store.admission import Admission
+from pdstore.store.base import Slots, Store
 
 
 @runtime_checkable
@@ -196,6 +197,49 @@ class TellsTiers(Protocol):
         """Returns for each key the number of the tier where this process has found it last.
 
         0 is the first tier, and the answer for a key that was found nowhere. Does no I/O.
+        """
+
+    def promoted_from(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Returns for each key the number of the tier from which this process promoted it last.
+
+        0 is the answer for a key that it has not promoted, or has found below again since.
+        """
+
+
+@runtime_checkable
+class TakesAdmission(Protocol):
+    """A store of several tiers, which decides itself what is copied from one to another."""
+
+    def use_admission(self, admission: Admission) -> None:
+        """Lets an admission decide from now on; without one, all is copied that has room."""
+
+
+@runtime_checkable
+class Promotes(Protocol):
+    """A store that can take values into its fastest tier that a load has found in a slower one."""
+
+    def promote(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        put: Callable[[Sequence[BlockKey], Slots], int] | None = None,
+    ) -> None:
+        """Puts those of the values into the first tier that were found below, if it is worth it.
+
+        Changes nothing for other values, and evicts nothing by force. Raises StoreError.
+        slots: verified values.
+        put: puts values into the first tier, for a wrapper that changes them; None: as they are.
+        """
+
+
+@runtime_checkable
+class OpensTiers(Protocol):
+    """A store of several tiers, each of which can be read and rid of wrong values by itself."""
+
+    def tier_stores(self) -> Sequence[Store]:
+        """Returns a store for each tier, the fastest first, for `get` and `remove` alone.
+
+        A lower tier that fails has nothing: its store raises only what tells of a wrong value.
         """
 
 

@@ -7,10 +7,10 @@ import logging
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, Reason, StoreError
 from pdstore.format.keys import BlockKey, Kind, kind_of
@@ -20,6 +20,9 @@ from pdstore.store.optional import (
     EvictsByUse,
     FindsKeys,
     MeetsInTier,
+    OpensTiers,
+    Promotes,
+    TakesAdmission,
     TellsChanges,
     TellsRoom,
     TellsTiers,
@@ -51,7 +54,7 @@ class Encrypted(WrapperStore):
     way to move values (`MovesValues`) is not used.
     """
 
-    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse, TellsTiers)
+    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse, TellsTiers, TakesAdmission)
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = 16 << 20) -> None:
         super().__init__(store)
@@ -72,9 +75,15 @@ class Encrypted(WrapperStore):
         return Store.allocate(self, num_bytes)
 
     def optional(self, protocol: type[P]) -> P | None:
-        if protocol is not MeetsInTier or (meets := self.wrapped.optional(MeetsInTier)) is None:
+        sealed = _SEALED.get(protocol)
+        if sealed is None:
             return super().optional(protocol)
-        return cast(P, _Meeting(Encrypted(meets.meeting_store(), self._envelopes)))
+        found = self.wrapped.optional(protocol)
+        return cast(P, sealed(self, found)) if found is not None else None
+
+    def over(self, store: Store) -> Encrypted:
+        """Returns a store that encrypts the values of another one in the same way."""
+        return Encrypted(store, self._envelopes, self._batch_bytes)
 
     def _in_batches(
         self,
@@ -151,11 +160,52 @@ class Encrypted(WrapperStore):
 class _Meeting:
     """MeetsInTier: the tier where hand-offs meet, encrypted as the whole store is."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, whole: Encrypted, inner: MeetsInTier) -> None:
+        self._store = whole.over(inner.meeting_store())
 
     def meeting_store(self) -> Store:
         return self._store
+
+
+class _Tiers:
+    """OpensTiers: the tiers, each encrypted as the whole store is."""
+
+    def __init__(self, whole: Encrypted, inner: OpensTiers) -> None:
+        self._whole = whole
+        self._inner = inner
+
+    def tier_stores(self) -> Sequence[Store]:
+        return [self._whole.over(store) for store in self._inner.tier_stores()]
+
+
+class _Promotes:
+    """Promotes: encrypts once more what goes up, after it is chosen.
+
+    Else a sealed pool would read what is used often from its slowest tier each time. The value
+    above then has another nonce than the one below; either of them is right.
+    """
+
+    def __init__(self, whole: Encrypted, inner: Promotes) -> None:
+        self._inner = inner
+        meeting = whole.optional(MeetsInTier)
+        assert meeting is not None  # a store that promotes has tiers
+        self._put = meeting.meeting_store().put
+
+    def promote(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        put: Callable[[Sequence[BlockKey], Slots], int] | None = None,
+    ) -> None:
+        self._inner.promote(keys, slots, put or self._put)
+
+
+_SEALED: Mapping[type, Callable[[Encrypted, Any], object]] = {
+    MeetsInTier: _Meeting,
+    OpensTiers: _Tiers,
+    Promotes: _Promotes,
+}
+"""The optional protocols whose calls move values of several tiers."""
 
 
 def seal_store(store: Store, settings: Settings) -> Store:

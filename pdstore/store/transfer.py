@@ -161,6 +161,16 @@ class Turn(Protocol):
         following: waits for the next copy, gives back its slots and ends its `copying`.
         """
 
+    def before_next_copy(self) -> AbstractContextManager[None]:
+        """Surrounds copies that are made while the next copy, which runs already, has to wait.
+
+        The end of the `with` waits for them.
+        """
+
+    @property
+    def may_wait(self) -> bool:
+        """False while the worker has set a copy aside, whose slots other jobs may wait for."""
+
 
 class HostMemory(Protocol):
     """Host memory that copies use, while it is being registered with the device."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import P, Slots, Store
-from pdstore.store.optional import FindsKeys, MeetsInTier, RenewsUnread
+from pdstore.store.optional import FindsKeys, MeetsInTier, OpensTiers, RenewsUnread
 from pdstore.store.transfer import (
     CallHook,
     Moved,
@@ -149,9 +149,19 @@ class _HookedMeeting:
         return StorePart(self._inner.meeting_store(), self._hook)
 
 
+class _HookedTiers:
+    def __init__(self, hook: CallHook, inner: OpensTiers) -> None:
+        self._hook = hook
+        self._inner = inner
+
+    def tier_stores(self) -> Sequence[Store]:
+        return [StorePart(store, self._hook) for store in self._inner.tier_stores()]
+
+
 _HOOKED: Mapping[type, Callable[[CallHook, Any], object]] = {
     FindsKeys: _HookedFinder,
     MeetsInTier: _HookedMeeting,
+    OpensTiers: _HookedTiers,
     RenewsUnread: _HookedRenewer,
     MovesValues: _HookedMover,
 }

@@ -28,6 +28,7 @@ from pdstore.errors import (
     Reason,
     StoreError,
     reason_of,
+    release_frames,
 )
 from pdstore.store.transfer import ReadyEvent, Shortfall
 from pdstore.threads import Deadline, call_or
@@ -288,7 +289,7 @@ class Job:
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:
-            _release_frames(error)
+            release_frames(error)
         with self._lock:
             self._result = JobResult(num_tokens, reason, error)
             watchers, self._watchers = self._watchers, []
@@ -311,6 +312,7 @@ class WorkerTurn:
     job: Job
     _is_in_store: bool = field(default=False, init=False)
     _under_way: Callable[[], None] | None = field(default=None, init=False)
+    may_wait: bool = field(default=True, init=False)
 
     @property
     def direction(self) -> Direction:
@@ -430,14 +432,16 @@ class WorkerTurn:
         if finish is not None:
             finish()
 
-
-def _release_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an error and of its causes, because they hold slots and tensors."""
-    seen: set[int] = set()
-    rest: list[BaseException | None] = [error]
-    while rest:
-        each = rest.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            rest += (each.__cause__, each.__context__)
+    @contextlib.contextmanager
+    def before_next_copy(self) -> Iterator[None]:
+        """Surrounds copies that are made while the next copy, which runs already, has to wait."""
+        following, self._under_way = self._under_way, None
+        self.may_wait = following is None
+        try:
+            yield
+        finally:
+            try:
+                self.finish_copy()
+            finally:
+                self.may_wait = True
+                self._under_way = following

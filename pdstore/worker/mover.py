@@ -14,12 +14,12 @@ from pdstore.format.plan import SavePlan
 from pdstore.format.values import Values
 from pdstore.metrics import Metrics
 from pdstore.settings import Settings
+from pdstore.store.admission import Admission
 from pdstore.store.base import Store, count_of, stored_among
-from pdstore.store.optional import EvictsByUse, FindsKeys, RenewsUnread
+from pdstore.store.optional import EvictsByUse, FindsKeys, RenewsUnread, TakesAdmission
 from pdstore.store.reading import read_values
 from pdstore.store.seal import seal_store
 from pdstore.store.transfer import HostMemory, MovesValues, Sealer, Split, Transfer, TransferContext
-from pdstore.worker.admission import Admission
 from pdstore.worker.job import WorkerTurn
 from pdstore.worker.swap.base import Swap
 from pdstore.worker.transfer.copies import SwapCopies
@@ -34,22 +34,34 @@ class Mover:
 
     transfer: the way in which values are moved to the store and back.
     by_use: the store, if it has the calls of `EvictsByUse`; else None.
-    admission: decides whether a save may evict; None if another instance waits for every save.
+    admission: decides whether a save may evict, and learns for that; None if nobody asks it.
+    has_tiers: True if the store asks the admission, too: also about saves that others wait for.
+    awaits_all: True if another instance waits for every save.
     """
 
     def __init__(
-        self, context: TransferContext, transfer: Transfer, admission: Admission | None = None
+        self,
+        context: TransferContext,
+        transfer: Transfer,
+        admission: Admission | None = None,
+        *,
+        awaits_all: bool = False,
     ) -> None:
         self.context = context
         self.transfer = transfer
         self.by_use = context.store.optional(EvictsByUse)
         self._finder = context.store.optional(FindsKeys)
         self._renewer = context.store.optional(RenewsUnread)
-        self.admission = admission if self.by_use is not None else None
+        takes = context.store.optional(TakesAdmission)
+        self.has_tiers = takes is not None
+        self.admission = admission if self.by_use is not None or self.has_tiers else None
+        if takes is not None and admission is not None:
+            takes.use_admission(admission)
+        self._awaits_all = awaits_all or admission is None or self.by_use is None
 
     def is_awaited(self, plan: SavePlan) -> bool:
         """True if another instance waits for what a save stores, so that it may always evict."""
-        return plan.is_handed_off or self.admission is None
+        return plan.is_handed_off or self._awaits_all
 
     def num_matched(
         self,
@@ -140,10 +152,12 @@ def open_mover(
         pin=opener.pin,
         staged=opener.staged,
     )
-    admission = Admission() if settings.role != "prefill" else None  # D waits for all of P's
     moves = store.optional(MovesValues)
     transfer = moves.transfer(context) if moves is not None else None
-    return Mover(context, transfer or opener.staged(context, Split(range_bytes)), admission)
+    transfer = transfer or opener.staged(context, Split(range_bytes))
+    awaits_all = settings.role == "prefill"  # D waits for all of P's
+    asks = not awaits_all or store.optional(TakesAdmission) is not None
+    return Mover(context, transfer, Admission() if asks else None, awaits_all=awaits_all)
 
 
 class _Opener:

@@ -31,7 +31,8 @@ from pdstore.worker.job import Job, Urgency
 from pdstore.worker.job_queue import MAX_JOBS, STOP_TIMEOUT_S, JobQueue
 from pdstore.worker.load import LoadWork
 from pdstore.worker.mover import open_mover
-from pdstore.worker.save import MarkWork, OpenSave, RunningSaves, SaveWork
+from pdstore.worker.open_save import OpenSave, RunningSaves
+from pdstore.worker.save import MarkWork, SaveWork
 from pdstore.worker.swap import open_swap
 from pdstore.worker.swap.base import LayerCache, Swap
 from pdstore.worker.values import PromptBlocks, Tables, bytes_of, tables_of

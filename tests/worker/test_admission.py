@@ -23,7 +23,7 @@ from pdstore.store.base import FRESH_S
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker import mover
-from pdstore.worker.admission import Admission
+from pdstore.store.admission import Admission
 from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import P_BLOCKS, assert_loaded, load, save

@@ -32,8 +32,8 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.threads import call_or
 from pdstore.worker.job import Job
+from pdstore.worker.open_save import OpenSave
 from pdstore.worker.pool import KVPool
-from pdstore.worker.save import OpenSave
 from pdstore.worker.swap.base import READY_NOW, ReadyEvent
 
 log = logging.getLogger("vllm.pdstore")

@@ -172,23 +172,51 @@ class ArenaTransfer(Transfer):
                 raise
             if copies is None:
                 return False
-            finish = partial(self._finish, copies, move.values, on_loaded, held.pop_all())
-            turn.finish_copy(finish)
+            turn.finish_copy(partial(self._finish, turn, copies, move, on_loaded, held.pop_all()))
         return True
 
     def _finish(
-        self, copies: Ticket, values: Values, on_loaded: Loaded, held: contextlib.ExitStack
+        self,
+        turn: Turn,
+        copies: Ticket,
+        move: Move,
+        on_loaded: Loaded,
+        held: contextlib.ExitStack,
     ) -> None:
         """Waits for copies; counts the values that were right and are still stored.
 
         If the first value that was not right when copied is still stored, it is corrupt.
         """
+        values = move.values
         with held:
             self._copies.finish(copies)
             num_there, num_right = self._arena.confirm(copies)
-            there = values[: values.num_whole(min(num_there, num_right))]
-            reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
-            on_loaded(there, None if len(there) == len(values) else reason)
+        there = values[: values.num_whole(min(num_there, num_right))]
+        reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
+        rest = values[len(there) :]
+        if not rest or self._staged is None or turn.is_over:
+            on_loaded(there, reason if rest else None)
+            return
+        on_loaded(there, None)
+        if not self._loads_elsewhere(turn, move._replace(values=rest), on_loaded):
+            on_loaded(rest[:0], reason)
+
+    def _loads_elsewhere(self, turn: Turn, move: Move, on_loaded: Loaded) -> bool:
+        """Loads through staging what a copy in place did not bring; False if that falls short.
+
+        It ends before the next copy in place is counted, since values count in their order.
+        """
+        assert self._staged is not None
+        rest = move.values
+        with turn.before_next_copy():
+            while rest and self._staged.memory.is_ready():
+                missing, rest = self._staged.load_window(
+                    turn, move._replace(values=rest), on_loaded
+                )
+                turn.finish_copy()
+                if missing is not None:
+                    return False
+        return not rest
 
     def _batch(self, move: Move) -> ValueBatch:
         values = move.values

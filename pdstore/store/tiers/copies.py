@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreClosed, StoreError
 from pdstore.format.keys import BlockKey
+from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import FindsKeys
+from pdstore.store.optional import EvictsByUse, FindsKeys
 from pdstore.threads import Ticker
 
 BATCH_BYTES = 32 << 20
@@ -31,6 +32,8 @@ class CopyQueue:
     No block is of use without the blocks before it. So a block that is given up takes all that wait
     behind it in its put with it. Beyond `most_bytes`, the end of the oldest put is given up.
     Any thread may call it.
+
+    is_new_put: True if the last `take` took the first keys of a put.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -39,8 +42,11 @@ class CopyQueue:
         self._puts: deque[_Put] = deque()
         self._waiting: set[BlockKey] = set()
         self._taken: _Put | None = None  # the put of which keys are being copied
+        self._last: _Put | None = None
+        self.is_new_put = False
         self.num_bytes = 0
         self.num_given_up = 0
+        self.num_not_admitted = 0
 
     def __len__(self) -> int:
         """The number of puts that it keeps."""
@@ -77,20 +83,31 @@ class CopyQueue:
                 taken.append(put.popleft())
                 self._forget(*taken[-1])
             self._taken = put if taken else None
+            self.is_new_put = put is not self._last
+            self._last = put
         return taken
 
-    def end(self, num_given_up: int, *, is_short: bool = False) -> None:
+    def end(self, num_given_up: int, *, is_short: bool = False, is_admitted: bool = True) -> None:
         """Ends what `take` began. If values were given up, so is what waits behind them.
 
         is_short: True if what waits behind is given up also without that, as behind a lost value.
+        is_admitted: False if the values were not given up, but the admission refused the put.
         """
         with self._changed:
             while (num_given_up or is_short) and self._taken:
                 self._forget(*self._taken.pop())
                 num_given_up += 1
-            self.num_given_up += num_given_up
+            if is_admitted:
+                self.num_given_up += num_given_up
+            else:
+                self.num_not_admitted += num_given_up
             self._taken = None
             self._changed.notify_all()
+
+    def sizes_behind(self) -> list[int]:
+        """Returns the lengths of the values that wait behind those taken, in their put."""
+        with self._changed:
+            return [size for _, size in self._taken or ()]
 
     def drop(self, is_dropped: Callable[[BlockKey], bool]) -> None:
         """Forgets waiting keys, which are not counted as given up."""
@@ -130,8 +147,10 @@ class Copier:
     cleared before the copy, so it is removed below. If that fails, it is tried again before more is
     copied. A value that is gone from the first tier, or is wrong there, counts as lost. A value
     that the lower tier refuses, and all that wait behind a value that is not copied, count as given
-    up.
+    up. If the lower tier would have to evict for a put, the admission decides once for all of it; a
+    put that it refuses counts as not admitted.
 
+    admission: None: all is admitted.
     is_out: returns True while the lower tier does not answer; keys then wait.
     is_right: verifies a value.
     bytes_per_s: the most bytes that this process copies down in a second, on average.
@@ -152,6 +171,9 @@ class Copier:
         self._lower = lower
         self._finder = lower.optional(FindsKeys)
         self._finder_above = first.optional(FindsKeys)
+        self._by_use = lower.optional(EvictsByUse)
+        self.admission: Admission | None = None
+        self._is_decided = False  # True: the admission has admitted the present put
         self._is_out = is_out
         self._is_right = is_right
         self._bytes_per_s = bytes_per_s
@@ -168,10 +190,13 @@ class Copier:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Numbers of values that were copied, given up and lost so far."""
-        counts = self._counts
-        given_up = self._queue.num_given_up
-        return {"copied": counts["copied"], "given_up": given_up, "lost": counts["lost"]}
+        """Numbers of values that were copied, given up, lost and not admitted so far."""
+        return {
+            "copied": self._counts["copied"],
+            "given_up": self._queue.num_given_up,
+            "lost": self._counts["lost"],
+            "not_admitted": self._queue.num_not_admitted,
+        }
 
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Queues the keys of one put, with the lengths of their values."""
@@ -224,23 +249,51 @@ class Copier:
                 return _PAUSE_S
             batch = self._queue.take(BATCH_BYTES)
             if batch:
-                num_given_up, is_short = len(batch), True
-                try:
-                    num_given_up, is_short = self._copy(batch, began_at)
-                finally:
-                    self._queue.end(num_given_up, is_short=is_short)
+                self._copy_or_give_up(batch, began_at)
         return max(0.0, self._next_at - self._clock())
 
-    def _copy(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> tuple[int, bool]:
+    def _copy_or_give_up(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> None:
+        """Copies the values of a batch that the lower tier lacks, and ends what `take` began.
+
+        Those that the tier has already count for nothing in the rate, and need no admission.
+        """
+        if self._queue.is_new_put:
+            self._is_decided = False
+        num_given_up = len(batch)
+        is_short = True
+        is_admitted = True
+        try:
+            missing = _missing(self._lower, self._finder, [key for key, _ in batch])
+            keys = [key for key, _ in batch if key in missing]
+            sizes = [size for key, size in batch if key in missing]
+            is_admitted = not keys or self._is_admitted(sizes)
+            if is_admitted:
+                self._next_at = began_at + sum(sizes) / self._bytes_per_s
+                num_given_up, is_short = self._copy(keys, sizes)
+            else:
+                num_given_up = len(keys)
+        finally:
+            self._queue.end(num_given_up, is_short=is_short, is_admitted=is_admitted)
+
+    def _is_admitted(self, sizes: Sequence[int]) -> bool:
+        """True if the lower tier has room for a put, or may evict its oldest value for it.
+
+        The first values of a put that the tier lacks decide for all that waits behind them, too:
+        a block is of no use without those before it.
+        """
+        if self._is_decided or self.admission is None or self._by_use is None:
+            return True
+        oldest_s = None
+        with contextlib.suppress(StoreError):  # the copy meets the error
+            oldest_s = self._by_use.oldest_age_s([*sizes, *self._queue.sizes_behind()])
+        self._is_decided = oldest_s is None or self.admission.admits(oldest_s)
+        return self._is_decided
+
+    def _copy(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> tuple[int, bool]:
         """Copies values that the lower tier lacks; returns how many of them are given up.
 
-        The second item is True if not all were copied, whether they are given up or lost. Those
-        that the tier has already count for nothing in the rate.
+        The second item is True if not all were copied, whether they are given up or lost.
         """
-        missing = _missing(self._lower, self._finder, [key for key, _ in batch])
-        keys = [key for key, _ in batch if key in missing]
-        sizes = [size for key, size in batch if key in missing]
-        self._next_at = began_at + sum(sizes) / self._bytes_per_s
         if not keys:
             return 0, False
         slots = self._slots(sizes)

@@ -13,6 +13,7 @@ from pdstore.format.keys import POOL_ID_KEY, BlockKey
 from pdstore.metrics import Metrics
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.guard import GuardedStore, problem_of
+from pdstore.store.optional import EvictsByUse
 from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier
 from pdstore.store.url import StoreURL
 from pdstore.threads import CallBeside
@@ -61,6 +62,7 @@ class LowerTier:
         is_right: Callable[[memoryview], bool],
     ) -> None:
         self.store = GuardedStore(store, Metrics())  # its calls are no calls of the whole pool
+        self._by_use = self.store.optional(EvictsByUse)
         self._look_s = limits.look_s
         self._change_s = max(limits.look_s, REMOVE_S)
         self._late: CallBeside[Any] | None = None
@@ -93,6 +95,11 @@ class LowerTier:
             return self._beside(search, self._look_s)
         except StoreError:
             return otherwise
+
+    def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        """Does what `EvictsByUse` says; None also if the tier cannot tell, is out, or is late."""
+        by_use = self._by_use
+        return self.look(partial(by_use.oldest_age_s, sizes), None) if by_use is not None else None
 
     def find_out(self, patience_s: float = 0.0) -> None:
         """Makes a search, so that the tier is out from then on if it hangs.

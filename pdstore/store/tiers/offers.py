@@ -10,7 +10,8 @@ from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.geometry import Geometry
 from pdstore.format.keys import BlockKey, Kind, Part, kind_of
-from pdstore.store.base import Store, num_done_of
+from pdstore.store.admission import Admission
+from pdstore.store.base import Slots, Store, num_done_of
 from pdstore.store.optional import (
     ALL_KEYS,
     DoubtsServer,
@@ -19,9 +20,12 @@ from pdstore.store.optional import (
     HasTiers,
     ListsValues,
     MeetsInTier,
+    OpensTiers,
+    Promotes,
     Room,
     ServerDoubt,
     StoredValue,
+    TakesAdmission,
     TellsChanges,
     TellsOrigins,
     TellsRoom,
@@ -29,6 +33,7 @@ from pdstore.store.optional import (
 )
 from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
+from pdstore.store.wrappers import WrapperStore
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -41,6 +46,9 @@ class Stack:
     tiers: the stores, the fastest first.
     found: where values were found.
     which_in: returns which keys the tier of a number has.
+    read_in, remove_in: read values in the tier of a number, and remove wrong ones there.
+    oldest_in: what `EvictsByUse.oldest_age_s` says of the tier of a number.
+    use_admission, promote: as in `TakesAdmission` and `Promotes`.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     problems: returns for each lower tier why it is out, or None.
     """
@@ -48,12 +56,40 @@ class Stack:
     tiers: Sequence[Store]
     found: Whereabouts
     which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
+    read_in: Callable[[int, Sequence[BlockKey], Slots], tuple[int, StoreError | None]]
+    remove_in: Callable[[int, Sequence[BlockKey]], None]
+    oldest_in: Callable[[int, Sequence[int]], float | None]
+    use_admission: Callable[[Admission], None]
+    promote: Callable[..., None]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
     problems: Callable[[], Sequence[str | None]]
 
     def meeting_store(self) -> Store:
         """Returns the first tier's store, as `MeetsInTier` does."""
         return self.tiers[0]
+
+    def tier_stores(self) -> Sequence[Store]:
+        """Returns a store for each tier, as `OpensTiers` does."""
+        return [_Tier(self, number) for number in range(len(self.tiers))]
+
+
+class _Tier(WrapperStore):
+    """One tier of several, of which a lower one that fails has nothing."""
+
+    def __init__(self, stack: Stack, number: int) -> None:
+        super().__init__(stack.tiers[number])
+        self._stack = stack
+        self._number = number
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        num_read, error = self._stack.read_in(self._number, keys, slots)
+        if error is not None:
+            error.num_done = num_read
+            raise error
+        return num_read
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._stack.remove_in(self._number, keys)
 
 
 def is_for_all_tiers(key: BlockKey) -> bool:
@@ -63,7 +99,7 @@ def is_for_all_tiers(key: BlockKey) -> bool:
 
 def optional_of(stack: Stack, protocol: type) -> object | None:
     """Returns an object with a protocol's calls for all tiers; None if the tiers lack them."""
-    if protocol in (HasTiers, MeetsInTier):
+    if protocol in (HasTiers, MeetsInTier, OpensTiers, TakesAdmission, Promotes):
         return stack
     if protocol is TellsTiers:
         return stack.found
@@ -144,20 +180,30 @@ def _room(stack: Stack) -> TellsRoom | None:
 
 
 class _ByUse:
-    """EvictsByUse of the first tier, which admits every save: what it evicts is below already."""
+    """EvictsByUse: tells the age of the last tier, as what others evict is below; else the first's.
 
-    def __init__(self, inner: EvictsByUse) -> None:
-        self._inner = inner
-        self.make_room = inner.make_room
-        self.use = inner.use
+    A first tier that lacks these calls makes no room and counts no use here.
+    """
+
+    def __init__(self, stack: Stack, first: EvictsByUse | None) -> None:
+        self._stack = stack
+        self._first = first
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
-        return None
+        return self._stack.oldest_in(len(self._stack.tiers) - 1, sizes)
+
+    def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
+        return self._first is not None and self._first.make_room(keys, sizes)
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        if self._first is not None:
+            self._first.use(keys)
 
 
 def _by_use(stack: Stack) -> EvictsByUse | None:
-    inner = stack.tiers[0].optional(EvictsByUse)
-    return _ByUse(inner) if inner is not None else None
+    first = stack.tiers[0].optional(EvictsByUse)
+    last = stack.tiers[-1].optional(EvictsByUse)
+    return _ByUse(stack, first) if first is not None or last is not None else None
 
 
 class _Doubts:

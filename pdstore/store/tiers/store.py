@@ -11,10 +11,11 @@ from functools import partial
 from itertools import compress
 from typing import cast
 
-from pdstore.errors import BadValue, ConfigError, StoreError
+from pdstore.errors import ConfigError, StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
+from pdstore.store.admission import Admission
 from pdstore.store.base import (
     Lifecycle,
     P,
@@ -30,6 +31,8 @@ from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
 from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
+from pdstore.store.tiers.promotion import Promotion
+from pdstore.store.tiers.reader import TierReader
 from pdstore.store.url import Place, Reach, StoreURL
 from pdstore.threads import Deadline
 
@@ -52,8 +55,9 @@ class TieredStore(Store):
 
     P and D meet in the first tier: all values are put there, and tails, markers, beats and the
     pool's id are nowhere else. A put returns when the first tier has the values; their blocks are
-    copied to each lower tier later (`Copier`). Nothing is copied up. If the first tier fails, the
-    call fails; a lower tier that fails has nothing (`LowerTier`).
+    copied to each lower tier later (`Copier`). Values that a load has found below are put into the
+    first tier when the load has verified them (`Promotion`). If the first tier fails, the call
+    fails; a lower tier that fails has nothing (`LowerTier`).
 
     Each process queues copies of its own puts. `close` drops the queue. `remove` and `clear` reach
     every tier, wait for copies of this process that are under way, and drop what waits. A copier of
@@ -82,10 +86,17 @@ class TieredStore(Store):
         self.tiers = [first, *(tier.store for tier in self.lower)]
         self._finders = [store.optional(FindsKeys) for store in self.tiers]
         self._found = Whereabouts()
+        self._promotion = Promotion(first, self._found)
+        self._reader = TierReader(first, self.lower, self._found, self._have)
         self._stack = Stack(
             self.tiers,
             self._found,
             self.which_in,
+            self._reader.read_in,
+            self._reader.remove_in,
+            lambda number, sizes: self.lower[number - 1].oldest_age_s(sizes),
+            self.use_admission,
+            self._promotion.promote,
             self.copy_down,
             problems=lambda: [tier.problem for tier in self.lower],
         )
@@ -149,7 +160,7 @@ class TieredStore(Store):
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
-        num_read, error = self._get(0, keys, slots)
+        num_read, error = self._reader.read(0, keys, slots)
         if error is not None:
             error.num_done = num_read
             raise error
@@ -180,7 +191,6 @@ class TieredStore(Store):
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         self._lifecycle.enter(keys)
-        self._found.forget(keys)
         if not any(map(is_for_all_tiers, keys)):
             self.first.remove(keys)
             return
@@ -201,6 +211,12 @@ class TieredStore(Store):
         )
         if failed:
             raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
+
+    def use_admission(self, admission: Admission) -> None:
+        """Lets an admission decide what is copied down and what is promoted."""
+        self._promotion.admission = admission
+        for tier in self.lower:
+            tier.copier.admission = admission
 
     def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
@@ -227,13 +243,16 @@ class TieredStore(Store):
         return self.first.why_too_long(num_bytes)
 
     def codes(self) -> Mapping[str, int]:
-        """Returns the codes of all tiers, and each lower tier's copies by their outcome."""
+        """Returns the codes of all tiers, each lower tier's copies by outcome, and wrong values."""
         total: Counter[str] = Counter()
         for store in self.tiers:
             total.update(store.codes())
         for number, tier in enumerate(self.lower, start=1):
             for outcome, count in tier.copier.counts.items():
                 total[f"tier{number}_{outcome}"] += count
+            total[f"tier{number}_promoted"] += self._promotion.counts[number]
+        for number, count in self._reader.num_wrong.items():
+            total[f"tier{number}_wrong"] += count
         return total
 
     def optional(self, protocol: type[P]) -> P | None:
@@ -287,63 +306,6 @@ class TieredStore(Store):
         self._found.note(number, keys[:found])
         return found
 
-    def _get(
-        self, number: int, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, StoreError | None]:
-        """Reads leading values, each from the first tier that has it right in length.
-
-        It begins at the tier of a number. Returns how many values are read, and the error if the
-        next value has another length wherever it is, or if the first tier failed.
-        """
-        done, is_again = 0, True
-        while is_again:
-            num_read, error, is_again = self._get_once(
-                number, keys[done:], slots.part(done, len(keys))
-            )
-            done += num_read
-        return done, error
-
-    def _get_once(
-        self, number: int, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, StoreError | None, bool]:
-        """Does what `_get` does, but ends at a value that this tier said it has, and does not have.
-
-        Then the third item of the result is True: that value may lie below.
-        """
-        done, error = self._get_in(number, keys, slots)
-        is_last = number == len(self.lower)
-        if done == len(keys) or is_last or not _is_miss(error) or not is_for_all_tiers(keys[done]):
-            return done, error, False
-        rest, of_rest = keys[done:], slots.part(done, len(keys))
-        has = self._have(number, rest)
-        has[0] = False
-        below = [i for i, is_here in enumerate(has) if not is_here]
-        num_below, wrong = self._get(number + 1, [rest[i] for i in below], of_rest.chosen(below))
-        end = below[num_below] if num_below < len(below) else len(has)
-        if end == 0:
-            return done, wrong or error, False
-        here = [i for i in range(end) if has[i]]
-        if here:
-            got, failed = self._get_in(number, [rest[i] for i in here], of_rest.chosen(here))
-            if got < len(here):
-                return done + here[got], failed, _is_miss(failed)
-        return done + end, wrong, False
-
-    def _get_in(
-        self, number: int, keys: Sequence[BlockKey], slots: Slots
-    ) -> tuple[int, StoreError | None]:
-        if number:
-            num_read, wrong = self.lower[number - 1].get(keys, slots)
-            self._found.note(number, keys[:num_read])
-            return num_read, wrong
-        error: StoreError | None = None
-        try:
-            num_read = count_of(self.first.get(keys, slots), keys, self.first)
-        except StoreError as caught:
-            num_read, error = num_done_of(caught, keys), caught
-        self._found.note(0, keys[:num_read])
-        return num_read, error
-
     def _in_all_tiers(
         self,
         call: Callable[[Store | LowerTier], None],
@@ -354,27 +316,25 @@ class TieredStore(Store):
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
-        is_dropped: returns True for a key whose queued copy must not be made.
-        deadline: until which it waits for copies under way.
+        is_dropped: returns True for a key whose queued copy must not be made, and that the call
+          forgets.
+        deadline: until which it waits for copies and promotions under way.
         patience_s: how long it waits for a lower tier that is out because a call takes too long.
         Raises the first tier's error, after the other calls.
         """
         for tier in self.lower:  # else a tier that hangs would be waited for below
             tier.find_out(patience_s)
         with contextlib.ExitStack() as stopped:
+            stopped.enter_context(self._promotion.stopped(deadline.remaining_s()))
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
                 stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
             of_first = _error_of(partial(call, self.first))
             errors = [_error_of(partial(call, tier)) for tier in self.lower]
+            self._found.forget(is_dropped)
         if of_first is not None:
             raise of_first
         return [error for error in errors if error is not None]
-
-
-def _is_miss(error: StoreError | None) -> bool:
-    """True unless a read ended because its tier failed: then the value may lie in another tier."""
-    return error is None or isinstance(error, BadValue)
 
 
 def _error_of(call: Callable[[], None]) -> StoreError | None:

@@ -13,6 +13,7 @@ from pdstore.format.keys import BlockKey
 from pdstore.format.values import Values
 from pdstore.native.engine import Engine
 from pdstore.store.base import Slots, count_of
+from pdstore.store.optional import Promotes
 from pdstore.store.reading import Read, read_values
 from pdstore.store.transfer import (
     Loaded,
@@ -56,6 +57,7 @@ class StagedTransfer(Transfer):
         self._copy = context.copies.start
         self._staging = staging
         self._sealer = sealer
+        self._promoter = context.store.optional(Promotes)
         self._num_parts = len(context.geometry.parts)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
@@ -108,6 +110,7 @@ class StagedTransfer(Transfer):
                 wait = self._copy(Direction.LOAD, move._replace(values=usable), slots)
                 copied = partial(on_loaded, usable, None)
                 turn.finish_copy(partial(_finish, held.pop_all(), wait, copied))
+                self._promote(turn, usable, slots)
         return read.shortfall, values[len(window) :]
 
     def _put(self, turn: Turn, values: Values, slots: Slots) -> bool:
@@ -141,6 +144,16 @@ class StagedTransfer(Transfer):
                     return Read(len(values))
         return read_values(self._context, turn, values, slots)
 
+    def _promote(self, turn: Turn, values: Values, slots: Slots) -> None:
+        """Lets the store take values up that it has found below, while they are being copied.
+
+        Their slots are held until the turn has finished that copy, which only reads them. The load
+        does not need it, so an error of it is none of the load.
+        """
+        if self._promoter is not None:
+            with contextlib.suppress(StoreError), turn.in_store_call():
+                self._promoter.promote(values.keys, slots.part(0, len(values)))
+
     def _call_sealer(self, verb: str, call: SealedCall, values: Values, slots: Slots) -> int:
         native = self._context.copies.native
         assert native is not None  # else there is no sealer
@@ -159,7 +172,8 @@ class StagedTransfer(Transfer):
             if numbers := held.enter_context(at_once):
                 return numbers
             turn.finish_copy()
-        return held.enter_context(self._lend(turn, most, self._num_parts, turn.deadline))
+        deadline = turn.deadline if turn.may_wait else Deadline(0.0)
+        return held.enter_context(self._lend(turn, most, self._num_parts, deadline))
 
     def _lend(
         self, turn: Turn, most: int, least: int, deadline: Deadline

@@ -1,0 +1,116 @@
+"""Promotion: puts values that a load has found below into the first tier, if they are worth it."""
+
+# Decision: docs/decisions/041-admission.md, docs/decisions/047-meeting-tier.md
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pdstore.errors import StoreError
+from pdstore.format.keys import BlockKey
+from pdstore.store.admission import Admission
+from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
+from pdstore.store.optional import EvictsByUse, FindsKeys
+from pdstore.store.tiers.found import Whereabouts
+
+Put = Callable[[Sequence[BlockKey], Slots], int]
+"""A call of the form of `Store.put`."""
+
+
+class Promotion:
+    """Puts verified values that were found below into the first tier, from their reader's memory.
+
+    It does so if they have room there, or if the admission agrees that they evict the oldest value.
+    It evicts nothing by force: values that find no room stay below. Those of which another thread
+    is just promoting the same key are left to that thread.
+
+    admission: what this process has learnt of its blocks' uses. While it is None, values are
+      promoted only into free room.
+    """
+
+    def __init__(self, first: Store, found: Whereabouts) -> None:
+        self._first = first
+        self._found = found
+        self._finder = first.optional(FindsKeys)
+        self._by_use = first.optional(EvictsByUse)
+        self._changed = threading.Condition()
+        self._under_way: set[BlockKey] = set()
+        self._num_stops = 0
+        self._counts: Counter[int] = Counter()
+        self.admission: Admission | None = None
+
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """Numbers of values that were promoted so far, by the number of the tier they came from."""
+        return self._counts
+
+    def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
+        """Puts those of the values that were found below into the first tier, if it is worth it.
+
+        put: puts values into the first tier; None: the tier's own put. Raises StoreError.
+        """
+        numbers = self._found.which_tier(keys)
+        with self._begun([key for key, number in zip(keys, numbers, strict=True) if number]) as own:
+            missing = self._missing(own)
+            indices = [i for i, key in enumerate(keys) if key in missing]
+            chosen = slots.chosen(indices)
+            if indices and self._is_worth_it(chosen.sizes):
+                self._put([keys[i] for i in indices], chosen, put or self._first.put)
+
+    @contextlib.contextmanager
+    def stopped(self, timeout_s: float) -> Iterator[None]:
+        """Waits for promotions under way, at most for `timeout_s`; begins none before the end."""
+        with self._changed:
+            self._num_stops += 1
+            self._changed.wait_for(lambda: not self._under_way, timeout_s)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_stops -= 1
+
+    @contextlib.contextmanager
+    def _begun(self, keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+        """Marks keys as being promoted; gives those that no other thread promotes."""
+        with self._changed:
+            begun = [] if self._num_stops else [key for key in keys if key not in self._under_way]
+            self._under_way.update(begun)
+        try:
+            yield begun
+        finally:
+            with self._changed:
+                self._under_way.difference_update(begun)
+                self._changed.notify_all()
+
+    def _missing(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Returns those that the first tier lacks; notes that it has the others."""
+        if not keys or self._finder is None:
+            return set(keys)
+        stored = stored_among(self._finder.which_stored(keys), keys, self._first)
+        self._found.note(0, [key for key in keys if key in stored])
+        return set(keys) - stored
+
+    def _is_worth_it(self, sizes: Sequence[int]) -> bool:
+        """True if the values have room, or may evict the oldest one.
+
+        A tier that tells no age evicts as it likes, and so it takes all.
+        """
+        oldest_s = self._by_use.oldest_age_s(sizes) if self._by_use is not None else None
+        if oldest_s is None:
+            return True
+        return self.admission is not None and self.admission.admits(oldest_s)
+
+    def _put(self, keys: Sequence[BlockKey], slots: Slots, put: Put) -> None:
+        num_taken = 0
+        try:
+            num_taken = count_of(put(keys, slots), keys, self._first)
+        except StoreError as error:
+            num_taken = num_done_of(error, keys)
+            raise
+        finally:
+            taken = keys[:num_taken]
+            with self._changed:
+                self._counts.update(filter(None, self._found.which_tier(taken)))
+            self._found.note_promoted(taken)
