@@ -15,6 +15,7 @@ from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.guard import GuardedStore, problem_of
 from pdstore.store.optional import EvictsByUse
 from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier
+from pdstore.store.tiers.hangs import ReadWatch
 from pdstore.store.url import StoreURL
 from pdstore.threads import CallBeside
 
@@ -49,7 +50,9 @@ class LowerTier:
     longer, the tier counts as empty until this search has ended. So it is with a removal, for which
     the caller waits for `REMOVE_S`. If the search ends with an error,
     or if calls fail, the tier counts as empty until its breaker's probe has an answer. So a tier
-    that hangs costs a process one wait for each outage, and no request waits for a probe.
+    that hangs costs a process one wait for each outage, and no request waits for a probe. A `get`
+    uses its caller's memory, so the caller waits for it; but if it takes too long (`ReadWatch`),
+    the tier counts as empty for all other calls, until a read is answered.
 
     store: the tier's store, with its breaker.
     """
@@ -66,6 +69,7 @@ class LowerTier:
         self._look_s = limits.look_s
         self._change_s = max(limits.look_s, REMOVE_S)
         self._late: CallBeside[Any] | None = None
+        self._reads = ReadWatch()
         self.copier = Copier(
             first,
             self.store,
@@ -79,7 +83,8 @@ class LowerTier:
     def is_out(self) -> bool:
         """True while a call takes too long or the breaker is open: then the tier has nothing."""
         late = self._late
-        return self.store.is_open or (late is not None and not late.has_ended())
+        is_late = late is not None and not late.has_ended()
+        return self.store.is_open or is_late or self._reads.is_hung()
 
     @property
     def problem(self) -> str | None:
@@ -125,10 +130,12 @@ class LowerTier:
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> tuple[int, BadValue | None]:
         """Reads leading values; returns how many, and the error if the next one is wrong."""
-        if self.is_out:
+        if not keys or self.is_out:
             return 0, None
+        probe = partial(self._probe, keys[-1], slots.sizes[len(keys) - 1])
         try:
-            return count_of(self.store.get(keys, slots), keys, self.store), None
+            with self._reads.reading(sum(slots.sizes[: len(keys)]), probe):
+                return count_of(self.store.get(keys, slots), keys, self.store), None
         except BadValue as error:
             return num_done_of(error, keys), error
         except StoreClosed:
@@ -142,6 +149,10 @@ class LowerTier:
             CallBeside("pdstore-tier-close", self.store.close).has_ended(timeout_s)
         except RuntimeError:  # no thread can start now, as at the interpreter's end
             self.store.close()
+
+    def _probe(self, key: BlockKey, size: int) -> None:
+        """Reads one value into memory of its own. Raises StoreError."""
+        self.store.get([key], Slots(self.store.allocate(size), size, [0], [size]))
 
     def _beside(self, call: Callable[[], A], timeout_s: float) -> A:
         """Makes a call beside the caller. Raises StoreError; the tier is out if it takes longer."""

@@ -7,12 +7,14 @@ import time
 
 import pytest
 
-from pdstore.errors import StoreError
+from pdstore.errors import BadValue, StoreError
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import TellsRoom
+from pdstore.store.tiers.hangs import ReadWatch
 from pdstore.store.tiers.lower import Limits
+from pdstore.store.wrappers import WrapperStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import get, put
@@ -105,6 +107,111 @@ def test_removals_cost_little_while_a_tier_hangs_that_can_be_searched(open_tiers
         assert first.which_stored(keys) == [False, False, False, True]
         assert "a call takes too long" in store.optional(TellsRoom).room().problem
     eventually(lambda: inner.which_stored(keys) == [False, False, False, True], 10)
+
+
+class HangsAtReads(Faulty):
+    """A disk whose directories are still read, and none of its files."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.num_begun = 0
+
+    def match(self, keys):
+        return self.wrapped.match(keys)
+
+    def get(self, keys, slots):
+        self.num_begun += 1
+        return super().get(keys, slots)
+
+
+def test_a_get_that_hangs_costs_one_load_an_outage_and_no_others(open_tiers):
+    first, inner = MemoryStore(), MemoryStore()
+    below = HangsAtReads(inner)
+    store, keys = open_tiers(first, below), fresh_keys(6)
+    plant(inner, keys)
+    loads = []
+    load = threading.Thread(target=lambda: loads.append(get(store, keys, [SIZE] * 6)))
+    with held(below):
+        load.start()
+        eventually(lambda: store.optional(TellsRoom).room().problem is not None, 10)
+        began_at = time.monotonic()
+        for _ in range(100):
+            assert store.match(keys) == 0
+            assert get(store, keys, [SIZE] * 6) == []
+        plant(store, fresh_keys(2))
+        assert not store.flush(0.2), "its copies wait, too"
+        assert time.monotonic() - began_at < 1.0
+        assert below.num_begun == 2, "the load, and a probe beside the callers"
+        assert load.is_alive()
+    load.join(10)
+    assert loads == [values_of(keys)]
+    assert store.flush(10)
+    assert store.match(keys) == 6
+
+
+class HangsOnce(WrapperStore):
+    """A server that answers every read but the first."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.is_first = True
+        self.goes_on = threading.Event()
+
+    def get(self, keys, slots):
+        if self.is_first:
+            self.is_first = False
+            self.goes_on.wait(30)
+        return super().get(keys, slots)
+
+
+def test_a_tier_is_joined_again_by_a_probe_while_a_get_still_hangs(open_tiers):
+    inner = MemoryStore()
+    below = HangsOnce(inner)
+    store, keys = open_tiers(MemoryStore(), below), fresh_keys(3)
+    plant(inner, keys)
+    load = threading.Thread(target=get, args=(store, keys, [SIZE] * 3))
+    load.start()
+    try:
+        eventually(lambda: store.optional(TellsRoom).room().problem is not None, 10)
+        eventually(lambda: get(store, keys, [SIZE] * 3) == values_of(keys), 5)
+        assert load.is_alive()
+        assert store.match(keys) == 3
+    finally:
+        below.goes_on.set()
+        load.join(10)
+
+
+def test_a_tier_that_reads_slowly_is_no_hung_tier():
+    now, others = [100.0], []
+    watch = ReadWatch(least_s=1.0, bytes_per_s=1000, clock=lambda: now[0])
+    with watch.reading(3000, lambda: others.append("probe")):
+        now[0] += 3.9
+        assert not watch.is_hung(), "so many bytes may take so long"
+        with watch.reading(1000, lambda: others.append("probe")):
+            now[0] += 0.9
+        assert not watch.is_hung(), "another read was answered"
+        now[0] += 3.9
+        assert not watch.is_hung()
+        now[0] += 0.2
+        assert watch.is_hung()
+        eventually(lambda: others == ["probe"], 5)
+        eventually(lambda: not watch.is_hung(), 5)
+    now[0] += 1000
+    assert not watch.is_hung(), "nothing is under way"
+
+
+def test_a_read_that_fails_is_no_answer():
+    now, answers = [100.0], threading.Event()
+    watch = ReadWatch(least_s=1.0, clock=lambda: now[0])
+    with watch.reading(1, answers.wait):
+        now[0] += 2.0
+        with pytest.raises(StoreError), watch.reading(1, answers.wait):
+            raise StoreError("no")
+        assert watch.is_hung()
+        with pytest.raises(BadValue), watch.reading(1, answers.wait):
+            raise BadValue("a wrong value is an answer")
+        assert not watch.is_hung()
+        answers.set()
 
 
 @pytest.mark.redis
