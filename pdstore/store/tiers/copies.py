@@ -6,137 +6,26 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pdstore.errors import StoreClosed, StoreError
+from pdstore.errors import StoreClosed, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import EvictsByUse, FindsKeys
-from pdstore.threads import Ticker
+from pdstore.store.tiers.copy_queue import CopyQueue
+from pdstore.threads import Deadline, Ticker
 
 BATCH_BYTES = 32 << 20
 COPY_BYTES_PER_S = 500_000_000
 WAITING_BYTES = 16 << 30
 """The most bytes of values that wait for their copies: only their keys take memory."""
 _PAUSE_S = 1.0  # between two looks whether a tier that failed is back
+_LONGEST_PAUSE_S = 8.0
+_MOST_TRIES = 10
+"""How often values are copied whose tier fails each time, though it answers other calls."""
 _PAGE = 4096
-
-_Put = deque[tuple[BlockKey, int]]  # keys of one put that wait, each with the size of its value
-
-
-class CopyQueue:
-    """The keys that wait for their copies, first in, first out, each with those of its put.
-
-    No block is of use without the blocks before it. So a block that is given up takes all that wait
-    behind it in its put with it. Beyond `most_bytes`, the end of the oldest put is given up.
-    Any thread may call it.
-
-    is_new_put: True if the last `take` took the first keys of a put.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._changed = threading.Condition()
-        self._puts: deque[_Put] = deque()
-        self._waiting: set[BlockKey] = set()
-        self._taken: _Put | None = None  # the put of which keys are being copied
-        self._last: _Put | None = None
-        self.is_new_put = False
-        self.num_bytes = 0
-        self.num_given_up = 0
-        self.num_not_admitted = 0
-
-    def __len__(self) -> int:
-        """The number of puts that it keeps."""
-        return len(self._puts)
-
-    def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
-        """Adds the keys of one put, except those that wait already."""
-        with self._changed:
-            pairs = zip(keys, sizes, strict=True)
-            put = deque((key, size) for key, size in pairs if key not in self._waiting)
-            if put:  # else the same prompts, saved again in a long outage, would fill the memory
-                self._puts.append(put)
-            self._waiting.update(key for key, _ in put)
-            self.num_bytes += sum(size for _, size in put)
-            while self.num_bytes > self._most_bytes:
-                self._skip_empty()
-                self._forget(*self._puts[0].pop())
-                self.num_given_up += 1
-
-    def take(self, most_bytes: int) -> list[tuple[BlockKey, int]]:
-        """Takes leading keys of the oldest put, whose values fit `most_bytes` in equal slots.
-
-        Takes one key that alone is larger. `end` must follow, unless the result is empty.
-        """
-        taken: list[tuple[BlockKey, int]] = []
-        with self._changed:
-            self._skip_empty()
-            put = self._puts[0] if self._puts else _Put()
-            slot_bytes = 0
-            while put:
-                slot_bytes = max(slot_bytes, put[0][1])
-                if taken and slot_bytes * (len(taken) + 1) > most_bytes:
-                    break
-                taken.append(put.popleft())
-                self._forget(*taken[-1])
-            self._taken = put if taken else None
-            self.is_new_put = put is not self._last
-            self._last = put
-        return taken
-
-    def end(self, num_given_up: int, *, is_short: bool = False, is_admitted: bool = True) -> None:
-        """Ends what `take` began. If values were given up, so is what waits behind them.
-
-        is_short: True if what waits behind is given up also without that, as behind a lost value.
-        is_admitted: False if the values were not given up, but the admission refused the put.
-        """
-        with self._changed:
-            while (num_given_up or is_short) and self._taken:
-                self._forget(*self._taken.pop())
-                num_given_up += 1
-            if is_admitted:
-                self.num_given_up += num_given_up
-            else:
-                self.num_not_admitted += num_given_up
-            self._taken = None
-            self._changed.notify_all()
-
-    def sizes_behind(self) -> list[int]:
-        """Returns the lengths of the values that wait behind those taken, in their put."""
-        with self._changed:
-            return [size for _, size in self._taken or ()]
-
-    def drop(self, is_dropped: Callable[[BlockKey], bool]) -> None:
-        """Forgets waiting keys, which are not counted as given up."""
-        with self._changed:
-            for put in self._puts:
-                pairs = list(put)
-                put.clear()
-                for key, size in pairs:
-                    if is_dropped(key):
-                        self._forget(key, size)
-                    else:
-                        put.append((key, size))
-            self._puts = deque(put for put in self._puts if put)
-            self._changed.notify_all()
-
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Waits until no key waits and no copy is under way; returns False after `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._waiting and self._taken is None, timeout_s
-            )
-
-    def _forget(self, key: BlockKey, size: int) -> None:
-        self._waiting.discard(key)
-        self.num_bytes -= size
-
-    def _skip_empty(self) -> None:
-        while self._puts and not self._puts[0]:
-            self._puts.popleft()
 
 
 class Copier:
@@ -147,8 +36,9 @@ class Copier:
     cleared before the copy, so it is removed below. If that fails, it is tried again before more is
     copied. A value that is gone from the first tier, or is wrong there, counts as lost. A value
     that the lower tier refuses, and all that wait behind a value that is not copied, count as given
-    up. If the lower tier would have to evict for a put, the admission decides once for all of it; a
-    put that it refuses counts as not admitted.
+    up. Values at which a tier fails wait again, in front of all others. If the lower tier would
+    have to evict for a put, the admission decides once for all of it; a put that it refuses counts
+    as not admitted.
 
     admission: None: all is admitted.
     is_out: returns True while the lower tier does not answer; keys then wait.
@@ -180,6 +70,7 @@ class Copier:
         self._clock = clock
         self._queue = CopyQueue(waiting_bytes)
         self._copying = threading.Lock()  # held while values are copied
+        self._next = threading.Lock()  # held to wait for `_copying`: else batches would overtake
         self._lock = threading.Lock()
         self._thread: Ticker | None = None
         self._is_closed = False
@@ -187,6 +78,8 @@ class Copier:
         self._memory = memoryview(b"")
         self._counts: Counter[str] = Counter()
         self._to_take_back: set[BlockKey] = set()
+        self._failed_at: BlockKey | None = None  # of the batch: where a tier failed
+        self._num_tries = 0  # since values were copied
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -215,7 +108,11 @@ class Copier:
         If that copy has not ended after `timeout_s`, goes on beside it: the copier itself removes
         what it has copied and is gone from the first tier by then.
         """
-        has_ended = self._copying.acquire(timeout=timeout_s)
+        deadline = Deadline(timeout_s)
+        has_ended = False
+        if self._next.acquire(timeout=timeout_s):
+            has_ended = self._copying.acquire(timeout=deadline.remaining_s())
+            self._next.release()
         try:
             self._queue.drop(is_dropped)
             yield
@@ -244,19 +141,25 @@ class Copier:
             return self._next_at - began_at
         if self._is_out():
             return _PAUSE_S
-        with self._copying:
+        with self._next:
+            self._copying.acquire()
+        try:
             if not self._take_back():
                 return _PAUSE_S
-            batch = self._queue.take(BATCH_BYTES)
-            if batch:
-                self._copy_or_give_up(batch, began_at)
-        return max(0.0, self._next_at - self._clock())
+            self._copy_batch(began_at)
+        finally:
+            self._copying.release()
+        pause_s = min(_PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
+        return max(pause_s if self._num_tries else 0.0, self._next_at - self._clock())
 
-    def _copy_or_give_up(self, batch: Sequence[tuple[BlockKey, int]], began_at: float) -> None:
-        """Copies the values of a batch that the lower tier lacks, and ends what `take` began.
+    def _copy_batch(self, began_at: float) -> None:
+        """Copies the values of a batch that the lower tier lacks.
 
         Those that the tier has already count for nothing in the rate, and need no admission.
         """
+        batch = self._queue.take(BATCH_BYTES)
+        if not batch:
+            return
         if self._queue.is_new_put:
             self._is_decided = False
         num_given_up = len(batch)
@@ -264,14 +167,13 @@ class Copier:
         is_admitted = True
         try:
             missing = _missing(self._lower, self._finder, [key for key, _ in batch])
-            keys = [key for key, _ in batch if key in missing]
-            sizes = [size for key, size in batch if key in missing]
-            is_admitted = not keys or self._is_admitted(sizes)
+            rest = [(key, size) for key, size in batch if key in missing]
+            is_admitted = not rest or self._is_admitted([size for _, size in rest])
             if is_admitted:
-                self._next_at = began_at + sum(sizes) / self._bytes_per_s
-                num_given_up, is_short = self._copy(keys, sizes)
+                self._next_at = began_at + sum(size for _, size in rest) / self._bytes_per_s
+                num_given_up, is_short = self._copy(rest)
             else:
-                num_given_up = len(keys)
+                num_given_up = len(rest)
         finally:
             self._queue.end(num_given_up, is_short=is_short, is_admitted=is_admitted)
 
@@ -289,19 +191,36 @@ class Copier:
         self._is_decided = oldest_s is None or self.admission.admits(oldest_s)
         return self._is_decided
 
-    def _copy(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> tuple[int, bool]:
+    def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> tuple[int, bool]:
         """Copies values that the lower tier lacks; returns how many of them are given up.
 
-        The second item is True if not all were copied, whether they are given up or lost.
+        The second item is True if not all were copied, whether they are given up or lost. Puts back
+        those at which a tier failed, and those behind them.
         """
-        if not keys:
+        self._failed_at = None
+        if not batch:
+            self._num_tries = 0
             return 0, False
-        slots = self._slots(sizes)
+        keys = [key for key, _ in batch]
+        slots = self._slots([size for _, size in batch])
         num_right = self._read(keys, slots)
         num_copied = self._write(keys[:num_right], slots)
+        if self._is_to_try_again(num_copied, keys):
+            self._queue.put_back(keys[num_copied:])
+            return 0, False
         is_lost = num_copied == num_right < len(keys)
         self._counts["lost"] += is_lost
         return len(keys) - num_copied - is_lost, num_copied < len(keys)
+
+    def _is_to_try_again(self, num_copied: int, keys: Sequence[BlockKey]) -> bool:
+        """True if a tier failed at the first key that is not copied, and not for ever.
+
+        After `_MOST_TRIES` it is the value that the tier cannot take, and others wait behind it.
+        """
+        has_failed = num_copied < len(keys) and keys[num_copied] == self._failed_at
+        num_tries = 1 if num_copied else self._num_tries + 1
+        self._num_tries = num_tries if has_failed and num_tries < _MOST_TRIES else 0
+        return self._num_tries > 0
 
     def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Puts values into the lower tier; returns how many leading ones it took."""
@@ -309,7 +228,7 @@ class Copier:
             return 0
         num_copied = 0
         with contextlib.suppress(StoreClosed):
-            num_copied = _num_done(self._lower, self._lower.put, keys, slots)
+            num_copied = self._num_done(self._lower, self._lower.put, keys, slots)
         gone = self._gone_from_above(keys)  # a put that failed may have stored values, too
         self._to_take_back |= gone
         self._take_back()
@@ -347,9 +266,27 @@ class Copier:
         """Reads values from the first tier; returns how many leading ones are there and right."""
         num_read = 0
         with contextlib.suppress(StoreClosed):
-            num_read = _num_done(self._first, self._first.get, keys, slots)
+            num_read = self._num_done(self._first, self._first.get, keys, slots)
         is_right = (self._is_right(slots.value(i)) for i in range(num_read))
         return next((i for i, right in enumerate(is_right) if not right), num_read)
+
+    def _num_done(
+        self,
+        store: Store,
+        call: Callable[[Sequence[BlockKey], Slots], int],
+        keys: Sequence[BlockKey],
+        slots: Slots,
+    ) -> int:
+        """Makes a get or a put of leading slots; returns how many leading keys it served."""
+        try:
+            return count_of(call(keys, slots.part(0, len(keys))), keys, store)
+        except StoreClosed:
+            raise
+        except StoreError as error:
+            num_done = num_done_of(error, keys)
+            if isinstance(error, StoreUnavailable | StoreTimeout):
+                self._failed_at = next(iter(keys[num_done:]), None)
+            return num_done
 
     def _slots(self, sizes: Sequence[int]) -> Slots:
         slot_bytes = max(sizes, default=1)
@@ -365,18 +302,3 @@ def _missing(store: Store, finder: FindsKeys | None, keys: Sequence[BlockKey]) -
         with contextlib.suppress(StoreError):
             return set(keys) - stored_among(finder.which_stored(keys), keys, store)
     return set(keys)
-
-
-def _num_done(
-    store: Store,
-    call: Callable[[Sequence[BlockKey], Slots], int],
-    keys: Sequence[BlockKey],
-    slots: Slots,
-) -> int:
-    """Makes a get or a put of leading slots; returns how many leading keys it served."""
-    try:
-        return count_of(call(keys, slots.part(0, len(keys))), keys, store)
-    except StoreClosed:
-        raise
-    except StoreError as error:
-        return num_done_of(error, keys)
