@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import secrets
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from pathlib import Path
 from benchmarks.chaos.campaign import Campaign, Shape
 from benchmarks.chaos.engines import ENGINES
 from benchmarks.chaos.pools import POOLS
+from benchmarks.chaos.stacks import ALL_POOLS, STACKS
 from benchmarks.report import machine
 
 QUICK = Shape(round_s=2.0, rounds_per_stage=1, num_prompts=12)
@@ -36,6 +38,8 @@ QUICK = Shape(round_s=2.0, rounds_per_stage=1, num_prompts=12)
 def main() -> int:
     given = parse()
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
+    one_stack = random.Random(seed).choice(list(STACKS))
+    pools = given.stores or ([*POOLS, one_stack] if given.quick else list(ALL_POOLS))
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -46,14 +50,14 @@ def main() -> int:
         campaign = Campaign(
             Path(name),
             seed=seed,
-            pools=given.stores,
+            pools=pools,
             shape=QUICK if given.quick else Shape(),
             first_round=given.round or 0,
             say=say,
             engines=ENGINES[given.engine],
         )
         seconds = 0.0 if given.round is not None else 60 * given.minutes
-        asyncio.run(campaign.run(seconds, len(given.stores) if given.quick else None))
+        asyncio.run(campaign.run(seconds, len(pools) if given.quick else None))
         if campaign.tally.failures and given.keep_logs:
             Path(name, "logs").rename(given.keep_logs)
     result = {"seed": seed, "engine": given.engine, "minutes": given.minutes, "machine": machine()}
@@ -78,7 +82,9 @@ def parse() -> argparse.Namespace:
     add("--minutes", type=float, default=5.0, help="begin no round after this time (%(default)s)")
     add("--round", type=int, help="run this round alone")
     add("--quick", action="store_true", help="one short round on each store, for CI")
-    add("--stores", nargs="+", choices=list(POOLS), default=list(POOLS), help="default: all")
+    add(
+        "--stores", nargs="+", choices=list(ALL_POOLS), default=list(ALL_POOLS), help="default: all"
+    )
     add("--engine", choices=list(ENGINES), default="mini", help="P's and D's (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the numbers there too")
     add("--keep-logs", type=Path, metavar="DIR", help="move the instances' logs there on failure")

@@ -19,10 +19,11 @@ from benchmarks.chaos.disk import open_disk
 from benchmarks.chaos.engines import Engine
 from benchmarks.chaos.injector import Injector
 from benchmarks.chaos.plan import Scene, plan_round
-from benchmarks.chaos.pools import POOLS, Pool
+from benchmarks.chaos.pools import Pool
 from benchmarks.chaos.prompts import make_checkpoint, make_prompts
 from benchmarks.chaos.round import Round
 from benchmarks.chaos.spawner import Spawner, open_spawner
+from benchmarks.chaos.stacks import ALL_POOLS, STACKS
 from benchmarks.chaos.stage import Options, Stage, answers_of_one, open_stage
 from benchmarks.chaos.tally import Tally
 
@@ -100,7 +101,7 @@ class Campaign:
         engine = random.Random(f"{seed} engine").choice(self._engines)
         options = Options(variant.mode, faulty, engine=engine)
         with open_disk(self._scratch / f"disk-{index}") as disk:
-            pool = POOLS[kind](spawner, disk, seed)
+            pool = ALL_POOLS[kind](spawner, disk, seed)
             async with open_stage(spawner, pool, self._model, options, seed) as stage:
                 said = f"{kind} {options.mode} {engine.options}{options.faulty}"
                 self._say(f"stage {index}: {said}")
@@ -139,9 +140,11 @@ class Campaign:
             servers=list(pool.servers),
             links=list(pool.links),
             has_disk=pool.has_disk,
-            can_vanish=pool.kind == "file",
+            can_vanish=pool.can_vanish,
             is_slow=pool.is_slow,
             is_sheltered=number % 2 == 1,
+            hangs=list(pool.hold_files),
+            memory_servers=pool.memory_servers if pool.kind in STACKS else [],
         )
         engine = stage.options.engine
         faults = plan_round(seed, scene, self._shape.round_s, engine.faults_per_s)

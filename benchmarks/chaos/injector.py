@@ -55,8 +55,13 @@ class Injector:
         """Makes a fault happen, and ends it. Returns False if it could not."""
         if fault.kind in ("kill", "stop"):
             return await self._hurt_process(fault)
-        if fault.target in self._stage.links:
-            return await self._hurt_link(fault)
+        for targets, hurt in (
+            (self._stage.links, self._hurt_link),
+            (self._stage.pool.memory_servers, self._hurt_memory),
+            (self._stage.pool.hold_files, self._hang),
+        ):
+            if fault.target in targets:
+                return await hurt(fault)
         if fault.kind == "clock":
             hours = self._random.choice((-24.0, -1.0, 0.01, 1.0, 24.0))
             self._stage.clocks[fault.target].shift(3600 * hours)
@@ -90,6 +95,24 @@ class Injector:
                 await self._stage.ready_again(fault.target)
         else:
             self._stage.pool.restart(fault.target)
+        return True
+
+    async def _hang(self, fault: Fault) -> bool:
+        file = self._stage.pool.hold_files[fault.target]
+        if file.exists():
+            return False  # it hangs already
+        file.touch()
+        await asyncio.sleep(fault.for_s)
+        file.unlink(missing_ok=True)
+        return True
+
+    async def _hurt_memory(self, fault: Fault) -> bool:
+        pool = self._stage.pool
+        if not await pool.order(fault.target, fault.kind):
+            return False
+        if fault.kind == "fill":
+            await asyncio.sleep(fault.for_s)
+            await pool.order(fault.target, "drain")
         return True
 
     def _child(self, name: str) -> Child:

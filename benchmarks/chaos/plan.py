@@ -34,6 +34,8 @@ class Fault(NamedTuple):
 class Scene(NamedTuple):
     """The things that can be hurt in a round.
 
+    hangs: parts of the pool that hang on command.
+    memory_servers: servers whose memory can be filled and emptied.
     is_sheltered: True if no fault touches ANSWER_PATH: then every request must be answered.
     """
 
@@ -43,6 +45,8 @@ class Scene(NamedTuple):
     can_vanish: bool
     is_slow: bool
     is_sheltered: bool
+    hangs: Sequence[str] = ()
+    memory_servers: Sequence[str] = ()
 
 
 def plan_round(seed: str, scene: Scene, seconds: float, per_s: float) -> list[Fault]:
@@ -67,15 +71,22 @@ def _draw_fault(draw: random.Random, scene: Scene, seconds: float) -> Fault:
     kinds |= {"vanish": 3 * scene.can_vanish, "leave": 3}
     if scene.servers:
         kinds |= {"kill-server": 0.2 if scene.is_slow else 3, "stop-server": 6}
+    if scene.hangs:
+        kinds["hang"] = 8
+    if scene.memory_servers:
+        kinds |= {"fill-server": 3, "empty-server": 3}
     kind = draw.choices(list(kinds), list(kinds.values()))[0]
     if kind == "link":
         return Fault(at_s, draw.choice(_LINK_KINDS), draw.choice([*LINKS, *scene.links]), for_s)
     if kind.endswith("-server"):
-        return Fault(at_s, kind.removesuffix("-server"), draw.choice(list(scene.servers)), for_s)
-    targets = {
+        of_memory = kind in ("fill-server", "empty-server")
+        servers = list(scene.memory_servers if of_memory else scene.servers)
+        return Fault(at_s, kind.removesuffix("-server"), draw.choice(servers), for_s)
+    targets: dict[str, Sequence[str]] = {
         "kill": INSTANCES,
         "stop": INSTANCES,
         "clock": ("prefill", "decode"),
         "leave": ("client",),
+        "hang": scene.hangs,
     }
     return Fault(at_s, kind, draw.choice(targets.get(kind, ("pool",))), for_s)

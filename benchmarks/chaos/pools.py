@@ -28,6 +28,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.testing.values import fresh_keys, put
 
 _START_S = 20.0
+_FILLERS = 24  # keys of 1 MiB: more than its memory
 _QUICK_MOONCAKE = {
     "MC_TCP_BIND_ADDRESS": "127.0.0.1",
     "MC_RPC_TIMEOUT_MS": "1000",
@@ -47,6 +48,8 @@ class Pool(ABC):
     links: proxies between an instance and a server.
     env: what the instances need to use it.
     is_slow: recovering takes seconds.
+    hold_files: files that make one of its parts hang while they exist, by the part's name.
+    memory_servers: servers whose memory a fault may fill or empty.
     late_threads, late_fds: how many threads the store's library starts, and file descriptors it
       opens, only when it needs them.
     """
@@ -61,6 +64,8 @@ class Pool(ABC):
         self.servers: dict[str, Child] = {}
         self.links: dict[str, Proxy] = {}
         self.env: dict[str, str] = {}
+        self.hold_files: dict[str, Path] = {}
+        self.memory_servers: list[str] = []
 
     @property
     @abstractmethod
@@ -82,8 +87,26 @@ class Pool(ABC):
     def restart(self, name: str) -> None:  # noqa: B027
         """Starts a server that was killed."""
 
+    can_vanish: ClassVar[bool] = False
+
     def vanish(self) -> bool:
         """Deletes the directory of its values. Returns False if it has none, or could not."""
+        return False
+
+    async def order(self, name: str, command: str) -> bool:
+        """Gives a server with memory a command: `fill`, `drain` or `empty`. False if it fails."""
+        return False
+
+    async def heal(self) -> None:
+        """Ends all that faults have done to it, except to its processes and links."""
+        self.disk.empty()
+        for name in self.memory_servers:
+            await self.order(name, "drain")
+        for file in self.hold_files.values():
+            file.unlink(missing_ok=True)
+
+    def leave_below(self) -> bool:
+        """Removes all blocks from the first of several tiers. False if it has not several."""
         return False
 
     async def leftovers(self, num_stores: int) -> list[str]:
@@ -108,6 +131,7 @@ class FilePool(Pool):
 
     kind = "file"
     late_threads = _CREW
+    can_vanish = True
 
     @property
     def url(self) -> str:
@@ -146,10 +170,11 @@ class ArenaPool(Pool):
 
     kind = "arena"
     late_threads = _CREW
+    size: ClassVar[str] = "8MiB"
 
     @property
     def url(self) -> str:
-        return f"shm://chaos?size=8MiB&lease=1&dir={self.disk.path}"
+        return f"shm://chaos?size={self.size}&lease=1&dir={self.disk.path}"
 
     @property
     def has_disk(self) -> bool:
@@ -173,6 +198,7 @@ class RedisPool(Pool):
     def __init__(self, spawner: Spawner, disk: Disk, seed: str) -> None:
         super().__init__(spawner, disk, seed)
         (self._port,) = free_ports(1)
+        self.memory_servers = ["redis"]
 
     @property
     def url(self) -> str:
@@ -192,6 +218,29 @@ class RedisPool(Pool):
         options = f"--bind 127.0.0.1 --port {self._port} --appendonly no --maxmemory 16mb".split()
         command = ["redis-server", *options, "--save", "", "--maxmemory-policy", "volatile-lru"]
         self.servers["redis"] = self._spawner.spawn("redis", command)
+
+    async def order(self, name: str, command: str) -> bool:
+        try:
+            return await asyncio.to_thread(self._order, command)
+        except (OSError, ValueError):  # another fault has killed or stopped it
+            return False
+
+    def _order(self, command: str) -> bool:
+        """Fills it with keys that are not evicted, deletes these, or deletes all keys."""
+        with socket.create_connection(("127.0.0.1", self._port), 1.0) as connection:
+            answers = connection.makefile("rb")
+
+            def ask(text: str) -> bool:
+                connection.sendall(f"{text}\r\n".encode())
+                return answers.readline().startswith((b"+", b":"))
+
+            if command == "empty":
+                return ask("FLUSHALL")
+            if command == "drain":
+                return ask(f"DEL {' '.join(f'filler-{n}' for n in range(_FILLERS))}")
+            size = 1 << 20
+            fills = [ask(f"SETRANGE filler-{n} {size} x") for n in range(_FILLERS)]
+            return any(fills)  # the last ones are refused
 
     async def leftovers(self, num_stores: int) -> list[str]:
         with socket.create_connection(("127.0.0.1", self._port), 2.0) as connection:

@@ -77,6 +77,7 @@ class Round:
         async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
             began = time.monotonic()
             await self._ask_in_calm(client)
+            await self._ask_below(client)
             self.outcome.calm_s = time.monotonic() - began
 
     async def _ask_on(self, client: httpx.AsyncClient, seed: str) -> None:
@@ -93,13 +94,15 @@ class Round:
             await asyncio.gather(asked, return_exceptions=True)
             await asyncio.sleep(draw.uniform(0.0, 0.02))
 
-    async def _ask(self, client: httpx.AsyncClient, number: int, *, streams: bool) -> Answer | None:
+    async def _ask(
+        self, client: httpx.AsyncClient, number: int, *, streams: bool = False, url: str = ""
+    ) -> Answer | None:
         began = time.monotonic()
         try:
             answer = await asyncio.wait_for(
                 ask(
                     client,
-                    self._stage.url,
+                    url or self._stage.url,
                     self._prompts[number],
                     self._stage.options.engine,
                     streams=streams,
@@ -133,14 +136,30 @@ class Round:
     async def _ask_in_calm(self, client: httpx.AsyncClient) -> None:
         """Asks until D loads again. No fault excuses anything now."""
         draw = random.Random(f"{self._seed} calm")
-        long = [
-            n
-            for n, p in enumerate(self._prompts)
-            if len(p) > 2 * self._stage.options.engine.block_tokens
-        ]
+        long = self._long_prompts()
         deadline, num_loaded = time.monotonic() + self._join_s, 0
         while num_loaded < _NUM_CALM and time.monotonic() < deadline:
             answer = await self._ask(client, draw.choice(long), streams=False)
             num_loaded += answer is not None and answer.num_loaded > 0
         if num_loaded < _NUM_CALM and not self._stage.options.faulty:
             self.outcome.failures.append(f"D does not load again within {self._join_s:g} s")
+
+    def _long_prompts(self) -> list[int]:
+        block_tokens = self._stage.options.engine.block_tokens
+        return [n for n, prompt in enumerate(self._prompts) if len(prompt) > 2 * block_tokens]
+
+    async def _ask_below(self, client: httpx.AsyncClient) -> None:
+        """Asks D alone until it loads blocks that are in the lower tier only."""
+        draw = random.Random(f"{self._seed} below")
+        deadline, num_tries = time.monotonic() + self._join_s, 0
+        while time.monotonic() < deadline:
+            number, num_tries = draw.choice(self._long_prompts()), num_tries + 1
+            await self._ask(client, number, streams=False)  # P saves it
+            await asyncio.sleep(0.05 * num_tries)  # it is copied down
+            if not await asyncio.to_thread(self._stage.pool.leave_below):
+                return
+            answer = await self._ask(client, number, url=self._stage.url_of("decode"))
+            if answer is not None and answer.num_loaded > 0:
+                return
+        if not self._stage.options.faulty:
+            self.outcome.failures.append(f"nothing is loaded from below within {self._join_s:g} s")

@@ -19,6 +19,7 @@ from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.spawner import Child, Spawner
 from benchmarks.chaos.wall_clock import WallClock
 from examples.ports import free_ports
+from pdstore.store.url import urls_in
 
 _READY_S = 60.0
 _LINKS = (("client-router", "router"), ("router-prefill", "prefill"), ("router-decode", "decode"))
@@ -120,11 +121,11 @@ class Stage:
         died: list[str] = []
         for link in self.links.values():
             await link.be("pass")
-        self.pool.disk.empty()
         for clock in self.clocks.values():
             clock.shift(0.0)
         for child in (*self.children.values(), *self.pool.servers.values()):
             child.go_on()
+        await self.pool.heal()
         for name, child in self.pool.servers.items():
             if not child.is_alive:
                 died.append(name)
@@ -156,10 +157,13 @@ class Stage:
 
     def _store_of(self, name: str) -> str:
         """Returns the store's URL for P or D."""
-        url = self.pool.url_for(name)
-        if self.options.faulty:
-            url = f"faulty+{url}{'&' if '?' in url else '?'}{self.options.faulty}"
-        return url
+        return " ".join(map(self._with_faults, urls_in(self.pool.url_for(name))))
+
+    def _with_faults(self, url: str) -> str:
+        if not self.options.faulty:
+            return url
+        faulty = f"faulty+{url.removeprefix('faulty+')}"
+        return f"{faulty}{'&' if '?' in url else '?'}{self.options.faulty}"
 
 
 @contextlib.asynccontextmanager

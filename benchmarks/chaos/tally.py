@@ -27,7 +27,8 @@ class Tally:
 
     @property
     def num_faults(self) -> int:
-        return self.faults.total() + self._in_process.total()
+        hung_calls = self._in_process["faulty_hold"]  # of faults that the injector counts
+        return self.faults.total() + self._in_process.total() - hung_calls
 
     def add_round(self, outcome: Outcome, faults: Counter[str], leaks: list[str]) -> None:
         self._num_rounds += 1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pdstore.errors import ConfigError, StoreUnavailable
@@ -18,12 +19,16 @@ from pdstore.store.base import Slots, Store
 from pdstore.store.connect import check_url, open_store
 from pdstore.store.url import StoreURL
 from pdstore.store.wrappers import WrapperStore
+from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
 
+MOST_HELD_S = 60.0
+_HELD_INTERVAL_S = 0.01
+
 
 class Faulty(WrapperStore):
-    """Wraps a store; its calls fail by chance, with given rates, or hang after `hold`.
+    """Wraps a store; its calls fail by chance, with given rates, or hang on command.
 
     The URL `faulty+redis://host?seed=7&error_rate=0.01` wraps `redis://host`, to rehearse what an
     engine does when its store fails. A rate that the URL leaves out is 0.02.
@@ -33,6 +38,8 @@ class Faulty(WrapperStore):
     miss_rate: the chance that a call returns a smaller count than the wrapped store.
     corrupt_rate: the chance, for each value that is read, that one of its bits is flipped.
     bytes_per_s: the maximum rate of all reads together (in the URL: `100MB`); 0: no limit.
+    hold_file: while this file exists, all calls hang, as after `hold` (in the URL: `hold=/a/file`):
+      so another process can make a store hang.
 
     The metric `pdstore_store_codes_total` counts the failures on purpose, by kind (`codes`).
     """
@@ -46,6 +53,7 @@ class Faulty(WrapperStore):
         miss_rate: float = 0.0,
         corrupt_rate: float = 0.0,
         bytes_per_s: int = 0,
+        hold_file: Path | None = None,
     ) -> None:
         super().__init__(store)
         self._random = random.Random(seed)
@@ -53,6 +61,7 @@ class Faulty(WrapperStore):
         self.miss_rate = miss_rate
         self.corrupt_rate = corrupt_rate
         self._bytes_per_s = bytes_per_s
+        self._hold_file = hold_file
         self._read_until = 0.0
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -78,7 +87,7 @@ class Faulty(WrapperStore):
         return {**super().codes(), **self._counts}
 
     def hold(self) -> None:
-        """Makes all calls hang from now on: until `release`, but at most 60 s each."""
+        """Makes all calls hang from now on: until `release`, but at most `MOST_HELD_S` each."""
         self._open.clear()
 
     def release(self) -> None:
@@ -117,10 +126,21 @@ class Faulty(WrapperStore):
         super().clear(namespace)
 
     def _fault(self, verb: str) -> None:
-        self._open.wait(60)
+        self._hang()
         if self._chance(self.error_rate):
             self._counts["faulty_error"] += 1
             raise StoreUnavailable(f"{self.label}: {verb} failed on purpose")
+
+    def _hang(self) -> None:
+        deadline = Deadline(MOST_HELD_S)
+        is_held = not self._open.is_set()
+        self._open.wait(MOST_HELD_S)
+        if self._hold_file is not None:
+            while self._hold_file.exists() and not deadline.is_over():
+                is_held = True
+                time.sleep(_HELD_INTERVAL_S)
+        if is_held:
+            self._counts["faulty_hold"] += 1
 
     def _shortened(self, n: int) -> int:
         if not n or not self._chance(self.miss_rate):
@@ -133,12 +153,17 @@ class Faulty(WrapperStore):
 
 
 def _options_of(url: StoreURL) -> dict[str, Any]:
-    """Takes seed, rates and bytes_per_s out of a URL's options. Raises ConfigError."""
+    """Takes seed, rates, bytes_per_s and hold out of a URL's options. Raises ConfigError."""
     seed = url.options.pop("seed", "0")
     if not seed.isdecimal():
         raise ConfigError(f"{url.label}: seed={seed!r} is not a whole number")
     rates = {name: _rate(url, name) for name in ("error_rate", "miss_rate", "corrupt_rate")}
-    return {"seed": int(seed), **rates, "bytes_per_s": url.size("bytes_per_s", 0)}
+    hold = url.options.pop("hold", "")
+    if hold and not Path(hold).is_absolute():
+        raise ConfigError(f"{url.label}: hold={hold!r} is no absolute path")
+    hold_file = Path(hold) if hold else None
+    bytes_per_s = url.size("bytes_per_s", 0)
+    return {"seed": int(seed), **rates, "bytes_per_s": bytes_per_s, "hold_file": hold_file}
 
 
 def _rate(url: StoreURL, name: str) -> float:

@@ -70,7 +70,8 @@ def failures_of(url: str) -> set[str]:
 
     async def run():
         options = types.SimpleNamespace(faulty="yes", engine=MINI)
-        stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options)
+        pool = types.SimpleNamespace(leave_below=lambda: False)
+        stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options, pool=pool)
         one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
         await one.run([], 0.05)
         assert one.outcome.right or one.outcome.failures

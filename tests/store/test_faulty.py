@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 
 import pytest
@@ -57,6 +58,7 @@ def test_a_seed_repeats_its_faults():
         ("faulty+memory://?seed=x", "seed='x' is not a whole number"),
         ("faulty+memory://?error_rate=often", "error_rate='often' is not a number"),
         ("faulty+memory://?miss_rate=1.5", "miss_rate='1.5' is not a number from 0 to 1"),
+        ("faulty+memory://?hold=now", "hold='now' is no absolute path"),
         ("faulty+memory://?rate=1", r"memory://: unknown option 'rate'"),
         ("faulty+nothing://", r"bad store URL 'nothing://': it must start with one of memory://"),
     ],
@@ -82,3 +84,19 @@ def test_without_pytest_it_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytest", None)
     with pytest.raises(MissingExtra, match=r"pip install 'pdstore\[test\]'"):
         open_store("faulty+memory://", Settings())
+
+
+def test_another_process_makes_its_calls_hang_by_a_file(tmp_path):
+    file, keys, found = tmp_path / "hold", fresh_keys(1), []
+    with opened(f"faulty+memory://?{QUIET}&hold={file}") as store:
+        put(store, keys, [b"x" * 64])
+        assert store.codes() == {}
+        file.touch()
+        call = threading.Thread(target=lambda: found.append(store.match(keys)))
+        call.start()
+        call.join(0.1)
+        assert call.is_alive()
+        file.unlink()
+        call.join(10)
+        assert found == [1]
+        assert store.codes() == {"faulty_hold": 1}
