@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -244,6 +245,41 @@ class OpensTiers(Protocol):
 
 
 @runtime_checkable
+class TellsReads(Protocol):
+    """A store that consists of several tiers, and tells from which of them it has read a value."""
+
+    def which_read(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Returns for each key the number of the tier from which this process has read it last.
+
+        0 is the first tier, and the answer for a key that was not read lately. Does no I/O.
+        """
+
+
+@runtime_checkable
+class FindsAgain(Protocol):
+    """A store of several tiers that renews leases where it gave them, and searches no further.
+
+    What a lower tier may have got meanwhile is not looked for.
+    """
+
+    @property
+    def shortest_lease_s(self) -> float:
+        """Seconds of the shortest lease that a tier gives; 0 if no tier gives any."""
+
+    def match_again(self, keys: Sequence[BlockKey]) -> int:
+        """Does what `Store.match` does, but asks a lower tier only for what was found there last.
+
+        The first tier is asked for every key. Raises StoreError.
+        """
+
+    def which_again(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns which keys the first tier has, or were found in a lower tier. Raises StoreError.
+
+        Leases nothing and asks no lower tier; `match_again` tells what is still there.
+        """
+
+
+@runtime_checkable
 class MeetsInTier(Protocol):
     """A store in one tier of which hand-offs meet: all that P hands over is there, and whole."""
 
@@ -255,6 +291,17 @@ def meeting_store_of(store: Store) -> Store:
     """Returns the store where hand-offs meet: the first of several tiers, or the store itself."""
     meets = store.optional(MeetsInTier)
     return meets.meeting_store() if meets is not None else store
+
+
+def tier_names(store: Store) -> list[str]:
+    """Returns a name for each tier, its number and its URL's scheme; none if there are no tiers.
+
+    The second of several tiers is `1 file`, for instance. A name has no secret.
+    """
+    if store.optional(TellsTiers) is None:
+        return []
+    schemes = re.findall(r"(?:^| )([a-z][a-z0-9+.-]*)://", store.label)
+    return [f"{number} {scheme}" for number, scheme in enumerate(schemes)]
 
 
 def tiers_of(store: Store) -> Sequence[Store]:

@@ -18,12 +18,14 @@ from pdstore.settings import Settings
 from pdstore.store.base import P, Slots, Store, check_call, count_of, num_done_of
 from pdstore.store.optional import (
     EvictsByUse,
+    FindsAgain,
     FindsKeys,
     MeetsInTier,
     OpensTiers,
     Promotes,
     TakesAdmission,
     TellsChanges,
+    TellsReads,
     TellsRoom,
     TellsTiers,
 )
@@ -54,7 +56,16 @@ class Encrypted(WrapperStore):
     way to move values (`MovesValues`) is not used.
     """
 
-    passes = (FindsKeys, TellsChanges, TellsRoom, EvictsByUse, TellsTiers, TakesAdmission)
+    passes = (
+        FindsAgain,
+        FindsKeys,
+        TakesAdmission,
+        TellsChanges,
+        TellsReads,
+        TellsRoom,
+        EvictsByUse,
+        TellsTiers,
+    )
 
     def __init__(self, store: Store, envelopes: Envelopes, batch_bytes: int = 16 << 20) -> None:
         super().__init__(store)

@@ -7,7 +7,13 @@ from typing import Any, TypeVar, cast
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import P, Slots, Store
-from pdstore.store.optional import FindsKeys, MeetsInTier, OpensTiers, RenewsUnread
+from pdstore.store.optional import (
+    FindsAgain,
+    FindsKeys,
+    MeetsInTier,
+    OpensTiers,
+    RenewsUnread,
+)
 from pdstore.store.transfer import (
     CallHook,
     Moved,
@@ -120,6 +126,22 @@ class _HookedFinder:
         return self._hook("match", keys, lambda: Moved(self._inner.which_stored(keys))).answer
 
 
+class _HookedAgain:
+    def __init__(self, hook: CallHook, inner: FindsAgain) -> None:
+        self._hook = hook
+        self._inner = inner
+
+    @property
+    def shortest_lease_s(self) -> float:
+        return self._inner.shortest_lease_s
+
+    def match_again(self, keys: Sequence[BlockKey]) -> int:
+        return self._hook("match", keys, lambda: Moved(self._inner.match_again(keys))).answer
+
+    def which_again(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._hook("match", keys, lambda: Moved(self._inner.which_again(keys))).answer
+
+
 class _HookedRenewer:
     def __init__(self, hook: CallHook, inner: RenewsUnread) -> None:
         self._hook = hook
@@ -159,6 +181,7 @@ class _HookedTiers:
 
 
 _HOOKED: Mapping[type, Callable[[CallHook, Any], object]] = {
+    FindsAgain: _HookedAgain,
     FindsKeys: _HookedFinder,
     MeetsInTier: _HookedMeeting,
     OpensTiers: _HookedTiers,

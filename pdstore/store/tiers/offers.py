@@ -16,6 +16,7 @@ from pdstore.store.optional import (
     ALL_KEYS,
     DoubtsServer,
     EvictsByUse,
+    FindsAgain,
     FindsKeys,
     HasTiers,
     ListsValues,
@@ -28,9 +29,11 @@ from pdstore.store.optional import (
     TakesAdmission,
     TellsChanges,
     TellsOrigins,
+    TellsReads,
     TellsRoom,
     TellsTiers,
 )
+from pdstore.store.tiers.again import Again
 from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
 from pdstore.store.wrappers import WrapperStore
@@ -45,22 +48,26 @@ class Stack:
 
     tiers: the stores, the fastest first.
     found: where values were found.
+    read: from where values were read.
     which_in: returns which keys the tier of a number has.
     read_in, remove_in: read values in the tier of a number, and remove wrong ones there.
     oldest_in: what `EvictsByUse.oldest_age_s` says of the tier of a number.
     use_admission, promote: as in `TakesAdmission` and `Promotes`.
+    match_in: matches leading keys in the tier of a number.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     problems: returns for each lower tier why it is out, or None.
     """
 
     tiers: Sequence[Store]
     found: Whereabouts
+    read: Whereabouts
     which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
     read_in: Callable[[int, Sequence[BlockKey], Slots], tuple[int, StoreError | None]]
     remove_in: Callable[[int, Sequence[BlockKey]], None]
     oldest_in: Callable[[int, Sequence[int]], float | None]
     use_admission: Callable[[Admission], None]
     promote: Callable[..., None]
+    match_in: Callable[[int, Sequence[BlockKey]], int]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
     problems: Callable[[], Sequence[str | None]]
 
@@ -107,6 +114,17 @@ def optional_of(stack: Stack, protocol: type) -> object | None:
         return stack.tiers[0].optional(protocol)
     make = _MAKERS.get(protocol)
     return make(stack) if make is not None else None
+
+
+class _Reads:
+    """TellsReads: what the tiers below the first were read for, and no copy of values."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.which_read = stack.read.which_tier
+
+
+def _again(stack: Stack) -> FindsAgain:
+    return Again(stack.tiers, stack.found, stack.which_in, stack.match_in)
 
 
 def _in_each(stack: Stack, protocol: type[P]) -> list[P] | None:
@@ -243,12 +261,12 @@ class _Mover:
         self._inner = inner
 
     def transfer(self, context: TransferContext) -> Transfer | None:
-        hook = _SaveHook(self._stack, context.geometry)
+        hook = _CallsSeen(self._stack, context.geometry)
         return self._inner.transfer(replace(context.through(hook), may_lie_elsewhere=True))
 
 
-class _SaveHook:
-    """A CallHook that sees the saves of a transfer, which `TieredStore.put` does not."""
+class _CallsSeen:
+    """A CallHook for the saves and loads of a transfer, which `TieredStore` does not see."""
 
     def __init__(self, stack: Stack, geometry: Geometry) -> None:
         self._stack = stack
@@ -267,6 +285,8 @@ class _SaveHook:
             raise
         if moved.error is None:  # after this error the save is made again
             self._copy_down(verb, keys)
+        if verb == "get" and moved.num_values:
+            self._stack.read.note(0, keys)
         return moved
 
     def _copy_down(self, verb: str, keys: Sequence[BlockKey]) -> None:
@@ -290,6 +310,8 @@ _MAKERS: Mapping[type, Callable[[Stack], object | None]] = {
     ListsValues: _lister,
     TellsRoom: _room,
     EvictsByUse: _by_use,
+    FindsAgain: _again,
+    TellsReads: _Reads,
     DoubtsServer: _Doubts,
     TellsOrigins: _origins,
     MovesValues: _mover,

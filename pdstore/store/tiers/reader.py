@@ -22,6 +22,7 @@ class TierReader:
     above. Any other error in a value shows only when the value is verified, which the caller does
     (`OpensTiers`).
 
+    found, was_read: note where values are found, and from where they are read.
     have: returns which keys the tier of a number has, up to the first that no tier may have.
     """
 
@@ -30,11 +31,13 @@ class TierReader:
         first: Store,
         lower: Sequence[LowerTier],
         found: Whereabouts,
+        was_read: Whereabouts,
         have: Callable[[int, Sequence[BlockKey]], list[bool]],
     ) -> None:
         self._first = first
         self._lower = lower
         self._found = found
+        self._was_read = was_read
         self._have = have
         self._num_wrong = [0] * (len(lower) + 1)
 
@@ -70,6 +73,7 @@ class TierReader:
             since = self._found.num_forgotten
             num_read, wrong = self._lower[number - 1].get(keys, slots)
             self._found.note(number, keys[:num_read], since)
+            self._was_read.note(number, keys[:num_read])
             return num_read, wrong
         error: StoreError | None = None
         try:
@@ -77,6 +81,7 @@ class TierReader:
         except StoreError as caught:
             num_read, error = num_done_of(caught, keys), caught
         self._found.note(0, keys[:num_read])
+        self._was_read.note(0, keys[:num_read])
         return num_read, error
 
     def remove_in(self, number: int, keys: Sequence[BlockKey]) -> None:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
 _PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
+_MOST_READ = 1 << 15  # keys, of running loads: each asks after a copy where its values were read
 _CLOSE_S = 0.5  # for the copies that are under way
 _CLOSE_LOWER_S = 0.3
 _REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
@@ -86,17 +87,20 @@ class TieredStore(Store):
         self.tiers = [first, *(tier.store for tier in self.lower)]
         self._finders = [store.optional(FindsKeys) for store in self.tiers]
         self._found = Whereabouts()
+        self._read = Whereabouts(_MOST_READ)
         self._promotion = Promotion(first, self._found)
-        self._reader = TierReader(first, self.lower, self._found, self._have)
+        self._reader = TierReader(first, self.lower, self._found, self._read, self._have)
         self._stack = Stack(
             self.tiers,
             self._found,
+            self._read,
             self.which_in,
             self._reader.read_in,
             self._reader.remove_in,
             lambda number, sizes: self.lower[number - 1].oldest_age_s(sizes),
             self.use_admission,
             self._promotion.promote,
+            self._match_in,
             self.copy_down,
             problems=lambda: [tier.problem for tier in self.lower],
         )
