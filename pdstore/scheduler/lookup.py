@@ -1,30 +1,26 @@
 """Lookup: asks what the pool has of a prompt. Match: the answer. LookupQueue: finds answers."""
 
-# Decision: docs/decisions/007-sliding-windows.md
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.handoff import Handoff, HandoffId
-from pdstore.format.keys import BlockKey, Part, PromptKeys
-from pdstore.store.base import Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import FindsKeys
+from pdstore.format.keys import PromptKeys
+from pdstore.scheduler.usable import FailedAfter, usable_and_shared
+from pdstore.store.base import Store
+from pdstore.store.tier_spans import TierSpan, first_below, spans_of
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_TIMEOUT_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
 _CHECK_INTERVAL_S = 0.1  # so often `wait` looks whether the store hangs
-_MAX_GAPS = 8  # a lookup asks for so many ends of a prompt where windows or states may be missing
 _LASTING = (Reason.NAMESPACE, Reason.OTHER_POOL, Reason.CANCELLED, Reason.CLOSED, Reason.FAULT)
 _OF_P = (Reason.HANDOFF_FAILED, Reason.HANDOFF_LATE, Reason.HANDOFF_DEAD, Reason.HANDOFF_GONE)
-_SHORT = 8
-"""Of a prompt of more blocks than this, the first block is looked up alone before the others."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,7 @@ class Match:
     error: the store's error that is behind the reason, if there was one.
     follow: None if the blocks are stored; else the hand-off that a load must follow, as P saves it.
     found_at: when the store has answered, in seconds of the monotonic clock; its lease began then.
+    spans: if the store has several tiers: where these tokens were found; else nothing.
     num_shared: if layers keep states, and a part of the prompt is missing: the tokens of the
       leading full blocks that the pool has of the layers which need all earlier tokens; else 0.
     """
@@ -49,6 +46,12 @@ class Match:
     error: Exception | None = None
     found_at: float = field(default_factory=time.monotonic, compare=False, repr=False)
     num_shared: int = field(default=0, compare=False)
+    spans: Sequence[TierSpan] = field(default=(), compare=False)
+
+    @property
+    def first_below(self) -> int | None:
+        """The first of these tokens that was not found in the first tier; None if all were."""
+        return first_below(self.spans)
 
     @property
     def may_change(self) -> bool:
@@ -303,146 +306,19 @@ def find(store: Store, keys: PromptKeys, because: Reason | None = None) -> Match
     error = None
     try:
         num_blocks, num_shared = usable_and_shared(store, keys)
-    except _FailedAfter as failed:
+    except FailedAfter as failed:
         num_blocks, error = failed.num_blocks, failed.error
     except StoreError as caught:
         num_blocks, error = 0, caught
     num_tokens = keys.end_of(num_blocks)
-    if num_tokens == keys.num_tokens and error is None:
-        return Match(keys, num_tokens, None)
+    found = keys if num_tokens == keys.num_tokens else keys.prefix(num_tokens)
+    spans = spans_of(store, found)
+    if found is keys and error is None:
+        return Match(keys, num_tokens, None, spans=spans)
     if error is None:
         reason = because or Reason.ABSENT
         shared = keys.end_of(num_shared)
         shared -= shared % keys.block_tokens
-        return Match(keys.prefix(num_tokens), num_tokens, reason, num_shared=shared)
+        return Match(found, num_tokens, reason, num_shared=shared, spans=spans)
     lasting = error.with_traceback(None)
-    return Match(keys.prefix(num_tokens), num_tokens, reason_of(error), error=lasting)
-
-
-class _FailedAfter(StoreError):
-    """The store failed after it had told that so many leading blocks can be used."""
-
-    def __init__(self, num_blocks: int, error: StoreError) -> None:
-        super().__init__(str(error))
-        self.num_blocks = num_blocks
-        self.error = error
-
-
-def num_usable(store: Store, keys: PromptKeys) -> int:
-    """Returns after how many leading blocks an engine can continue if it loads them."""
-    return usable_and_shared(store, keys)[0]
-
-
-def usable_and_shared(store: Store, keys: PromptKeys) -> tuple[int, int]:
-    """Returns after how many leading blocks an engine can continue if it loads them.
-
-    Also returns how many leading blocks the pool has of the layers that need all earlier tokens, if
-    other layers keep states; else 0.
-
-    Of some KV groups, the engine does not need all earlier blocks (`Continuation.blocks`). If a
-    needed one is missing, it continues where that begins. Raises StoreError.
-    """
-    parts, continuation = keys.namespace.parts, keys.namespace.continuation
-    if continuation.needs_all:
-        # the pool has nothing of most prompts, and making all keys of a long prompt takes long
-        first = keys.prefix(keys.block_tokens).store_keys(parts)
-        if len(keys) > _SHORT and _match(store, first) < len(first):
-            return 0, 0
-        return _match_whole(store, keys), 0
-    whole = [part for part in parts if part.group not in continuation.needs]
-    count, error = _match_blocks(store, keys, whole) if whole else (len(keys), None)
-    if continuation.is_exact:
-        usable = _last_with_states(store, keys, count) if count else 0
-        return _unless(error, usable), count if whole else 0
-    for _ in range(_MAX_GAPS):
-        gap = _last_gap(store, keys.prefix(keys.end_of(count))) if count else None
-        if gap is None:
-            return _unless(error, count), 0
-        count = gap
-    return _unless(error, _match_whole(store, keys.prefix(keys.end_of(count)))), 0
-
-
-def _last_with_states(store: Store, keys: PromptKeys, count: int) -> int:
-    """Returns the last of the first `count` blocks after which an engine can continue; 0 if none.
-
-    Only of KV groups that do not need all blocks.
-    """
-    for number in itertools.islice(_ends_with_states(store, keys, count), _MAX_GAPS):
-        wanted = [*_needed_after(keys, number)]
-        if _match(store, wanted) == len(wanted):
-            return number
-    return 0
-
-
-def _ends_with_states(store: Store, keys: PromptKeys, count: int) -> Iterator[int]:
-    """Yields the blocks after which an engine may be able to continue, from the last one on.
-
-    A prompt that was handed over has its states at its end, so a prompt of which the first `count`
-    blocks are all is asked for these alone. Else states are few and far apart, so one search asks
-    for those after every block; the match of an end leases what an engine loads. A store that
-    cannot search is asked for the last few ends, one after the other.
-    """
-    finder = store.optional(FindsKeys)
-    if finder is None:
-        yield from range(count, 0, -1)
-        return
-    if count == len(keys):
-        yield count
-    needs = keys.namespace.continuation.needs
-    every = keys.store_keys([p for p in keys.namespace.parts if p.group in needs], 0, count)
-    stored = stored_among(finder.which_stored(every), every, store)
-    for number in range(count, 0, -1):
-        if all(key in stored for key in _needed_after(keys, number)):
-            yield number
-
-
-def _needed_after(keys: PromptKeys, num_blocks: int) -> Iterator[BlockKey]:
-    """Yields the keys that must be there after so many blocks, where not all blocks must be."""
-    continuation, end = keys.namespace.continuation, keys.end_of(num_blocks)
-    for part in keys.namespace.parts:
-        if part.group in continuation.needs:
-            blocks = continuation.blocks(part.group, end)
-            yield from keys.store_keys([part], blocks.start, blocks.stop)
-
-
-def _match_whole(store: Store, keys: PromptKeys) -> int:
-    """Returns how many leading blocks have all of their parts. Raises _FailedAfter."""
-    count, error = _match_blocks(store, keys, keys.namespace.parts)
-    return _unless(error, count)
-
-
-def _match_blocks(
-    store: Store, keys: PromptKeys, parts: Sequence[Part]
-) -> tuple[int, StoreError | None]:
-    """Returns how many leading blocks have these parts, and the error that ended the count."""
-    wanted = keys.store_keys(parts)
-    try:
-        return _match(store, wanted) // len(parts), None
-    except StoreError as error:
-        return num_done_of(error, wanted) // len(parts), error
-
-
-def _unless(error: StoreError | None, num_blocks: int) -> int:
-    if error is not None:
-        raise _FailedAfter(num_blocks, error) from error
-    return num_blocks
-
-
-def _match(store: Store, keys: Sequence[BlockKey]) -> int:
-    return count_of(store.match(keys), keys, store)
-
-
-def _last_gap(store: Store, keys: PromptKeys) -> int | None:
-    """Returns the last missing block of those needed to go on after `keys`; None if none is.
-
-    Only of KV groups that do not need all blocks.
-    """
-    continuation = keys.namespace.continuation
-    wanted: list[tuple[int, BlockKey]] = []
-    for part in keys.namespace.parts:
-        if part.group in continuation.needs:
-            first = continuation.blocks(part.group, keys.num_tokens).start
-            wanted += enumerate(keys.store_keys([part], first), first)
-    wanted.sort(key=lambda pair: -pair[0])
-    found = _match(store, [key for _, key in wanted])
-    return None if found == len(wanted) else wanted[found][0]
+    return Match(found, num_tokens, reason_of(error), error=lasting, spans=spans)

@@ -26,11 +26,12 @@ from pdstore.scheduler.lookup import (
     without_last,
 )
 from pdstore.scheduler.mismatch import Mismatches
-from pdstore.scheduler.renewal import Renewals
+from pdstore.scheduler.renewal import Renewals, store_for_renewals
 from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
+from pdstore.store.optional import meeting_store_of, tier_names
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class PrefixCacheManager:
     lookup_timeout_s: of the wait for the store's answer, for a lookup without a hand-off.
     weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
+
+    tier_names: names of the store's tiers, the fastest first; empty if it has none.
     """
 
     def __init__(
@@ -78,15 +81,17 @@ class PrefixCacheManager:
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
         self._introduce(longest_prompt)
+        self.tier_names = tier_names(self._store)
         self._claims: dict[bytes, float] = {}  # by a block's hash: when its save began
         self._closed = False
         self._pid = os.getpid()
         self._lookup_timeout_s = lookup_timeout_s
         ask = partial(find, self._store)
         self._queue = LookupQueue(ask, lookup_timeout_s)
-        self._renewals = Renewals(self._store, ask, lambda: self._queue.is_busy)
+        again = store_for_renewals(self._store)
+        self._renewals = Renewals(again, partial(find, again), lambda: self._queue.is_busy)
         self._watch = HandoffWatch(
-            self._store,
+            meeting_store_of(self._store),
             namespace,
             self.metrics,
             ask,

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 from pdstore.errors import Reason
-from pdstore.format.keys import PromptKeys
+from pdstore.format.keys import BlockKey, PromptKeys
 from pdstore.scheduler.lookup import Lookup, Match
-from pdstore.store.base import Store
+from pdstore.store.base import P, Store
+from pdstore.store.optional import FindsAgain, FindsKeys, TellsTiers
+from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Ticker, call_or
 
 MAX_AGE_S = 3.0
@@ -20,6 +23,41 @@ _PART_OF_AGE = 0.75  # an answer is renewed at this part of its age, because its
 _MAX_DUTY = 0.25  # the part of the time that renewals may take
 _MAX_IDLE_S = 0.5  # the longest pause after a slow call
 _YIELD_S = 0.01  # after so long a renewal that waits for new lookups looks again
+
+
+class _FoundAgain(WrapperStore):
+    """A store of tiers whose matches ask a lower tier only for what was found there.
+
+    lease_s: of the tier with the shortest lease. A tier that gives none has no part in it, because
+      nothing is kept there by asking more often.
+    """
+
+    passes = (TellsTiers,)
+
+    def __init__(self, store: Store, again: FindsAgain) -> None:
+        super().__init__(store)
+        self._again = again
+
+    @property
+    def lease_s(self) -> float:
+        return self._again.shortest_lease_s
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        return self._again.match_again(keys)
+
+    def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._again.which_again(keys)
+
+    def optional(self, protocol: type[P]) -> P | None:
+        if protocol is FindsKeys and self.wrapped.optional(FindsKeys) is not None:
+            return cast(P, self)
+        return super().optional(protocol)
+
+
+def store_for_renewals(store: Store) -> Store:
+    """Returns the store by whose matches answers are renewed: without new looks at lower tiers."""
+    again = store.optional(FindsAgain)
+    return _FoundAgain(store, again) if again is not None else store
 
 
 class Renewals:
@@ -32,6 +70,7 @@ class Renewals:
 
     Any thread may call `add`. A lookup that is over is forgotten at the thread's next turn.
 
+    store: has the leases; of several tiers, as `store_for_renewals` returns it.
     find: returns a match; its second argument is the reason why the pool may have only a part of
       the prompt, or None.
     must_yield: returns whether new lookups wait for the store.

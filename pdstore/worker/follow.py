@@ -117,6 +117,7 @@ class Follow(Waiter):
     It searches until all blocks are found, or until P has put the marker `done` or `failed`, or has
     died: a block missing then will never be stored. The found blocks are loaded in any case.
 
+    store: the store where P and D meet: of several tiers, the first one alone.
     block_timeout_s: the search also ends when P has stored no block for so many seconds.
     wake: tells the job queue that the load has new shares, or that no more shares will come.
     clock: returns monotonic seconds, as in `asked_at`.

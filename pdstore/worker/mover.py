@@ -16,7 +16,13 @@ from pdstore.metrics import Metrics
 from pdstore.settings import Settings
 from pdstore.store.admission import Admission
 from pdstore.store.base import Store, count_of, stored_among
-from pdstore.store.optional import EvictsByUse, FindsKeys, RenewsUnread, TakesAdmission
+from pdstore.store.optional import (
+    EvictsByUse,
+    FindsKeys,
+    RenewsUnread,
+    TakesAdmission,
+    meeting_store_of,
+)
 from pdstore.store.reading import read_values
 from pdstore.store.seal import seal_store
 from pdstore.store.transfer import HostMemory, MovesValues, Sealer, Split, Transfer, TransferContext
@@ -50,6 +56,7 @@ class Mover:
         self.context = context
         self.transfer = transfer
         self.by_use = context.store.optional(EvictsByUse)
+        self._meeting = meeting_store_of(context.store)
         self._finder = context.store.optional(FindsKeys)
         self._renewer = context.store.optional(RenewsUnread)
         takes = context.store.optional(TakesAdmission)
@@ -81,6 +88,24 @@ class Mover:
             else:
                 found = store.match(keys)
             return count_of(found, keys, store)
+
+    def num_readable(
+        self,
+        turn: WorkerTurn,
+        plan: SavePlan,
+        keys: Sequence[BlockKey],
+        only_unread: tuple[int, float] | None = None,
+    ) -> int:
+        """Returns how many leading keys are stored where a save's readers look; leases them.
+
+        D looks for what is handed off in the tier where P and D meet. All others look everywhere.
+        only_unread: as in `num_matched`, but of no effect if the store has several tiers.
+        """
+        store = self._meeting
+        if not plan.is_handed_off or store is self.context.store:
+            return self.num_matched(turn, keys, only_unread)
+        with turn.in_store_call():
+            return count_of(store.match(keys), keys, store)
 
     def num_stored(self, turn: WorkerTurn, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; leases none if the store is FindsKeys."""

@@ -22,6 +22,7 @@ from pdstore.settings import Settings, empty_settings
 from pdstore.store.base import Store
 from pdstore.store.connect import connect_store
 from pdstore.store.guard import problem_of
+from pdstore.store.optional import meeting_store_of
 from pdstore.store.transfer import RANGE_BYTES, ReadyEvent
 from pdstore.store.watch import KeyWatch
 from pdstore.threads import Deadline
@@ -93,7 +94,8 @@ class KVPool:
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # closed before the queue: this ends calls that wait for an arena's lock
                 undo.callback(store.close)
-            self._watch = KeyWatch(store, name="pdstore-follower")
+            self._meeting = meeting_store_of(store)
+            self._watch = KeyWatch(self._meeting, name="pdstore-follower")
             undo.callback(self._watch.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
@@ -281,7 +283,7 @@ class KVPool:
             wake = partial(self._queue.wake, job)
             block_timeout_s = self._settings.handoff_wait_s
             self._watch.add(
-                Follow(self._store, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
+                Follow(self._meeting, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
             )
         return job
 

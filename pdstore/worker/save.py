@@ -167,7 +167,7 @@ class SaveWork(Work[_SaveRange]):
     def _first_not_stored(self, turn: WorkerTurn) -> int:
         """Matches the save's blocks, and tells the admission that they are used."""
         values, num_blocks = self.prompt.values_from(self.first_block), len(self.prompt.keys)
-        num_stored = self.mover.num_matched(turn, values.keys)
+        num_stored = self.mover.num_readable(turn, self.plan, values.keys)
         first = values.numbers[num_stored] if num_stored < len(values) else num_blocks
         self._learn_uses(first)
         return first
@@ -215,10 +215,11 @@ class SaveWork(Work[_SaveRange]):
     def _num_leased(self, turn: WorkerTurn, values: Values) -> int:
         """Returns how many leading values are stored; leases what D has not read yet."""
         if self.plan.first_save is None:
-            return self.mover.num_matched(turn, values.keys)
+            return self.mover.num_readable(turn, self.plan, values.keys)
         first_block = self.plan.first_save.first_token // self.prompt.layout.block_tokens
         first = bisect_left(values.numbers, first_block)
-        return self.mover.num_matched(turn, values.keys, (first, self.plan.first_save.began))
+        since = first, self.plan.first_save.began
+        return self.mover.num_readable(turn, self.plan, values.keys, since)
 
     def _note_copied(self, turn: WorkerTurn) -> None:
         """Counts a copied block range; after the last one, a save without hand-off is captured."""
@@ -231,7 +232,7 @@ class SaveWork(Work[_SaveRange]):
     def _publish(
         self, turn: WorkerTurn, handoff: HandoffId, shortfall: Shortfall | None
     ) -> Shortfall | None:
-        """Saves again the blocks that the store has lost; tells D when the prompt is durable."""
+        """Saves again the blocks that D would not find; tells D when the prompt is durable."""
         for saves_left in reversed(range(_MAX_ROUNDS)):
             missing = self._first_missing(turn, 0, shortfall)
             if missing is None:

@@ -7,7 +7,8 @@ import pytest
 from pdstore.errors import Reason, StoreError, StoreUnavailable
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Namespace, Part, PromptKeys
-from pdstore.scheduler.lookup import Lookup, Match, find, handed_over, num_usable
+from pdstore.scheduler.lookup import Lookup, Match, find, handed_over
+from pdstore.scheduler.usable import num_usable
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore

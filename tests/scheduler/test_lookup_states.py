@@ -7,7 +7,8 @@ import pytest
 from pdstore.errors import Reason, StoreUnavailable
 from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import Namespace, Part, PromptKeys
-from pdstore.scheduler.lookup import find, num_usable, without_last
+from pdstore.scheduler.lookup import find, without_last
+from pdstore.scheduler.usable import num_usable
 from pdstore.store import open_store
 from pdstore.store.base import Slots
 from pdstore.store.memory import MemoryStore
