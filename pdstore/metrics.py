@@ -92,6 +92,12 @@ METRICS: dict[str, Metric] = {
             " and again if lost)",
             verb=("requested", "matched", "promised", "loaded", "cold", "lost", "saved"),
         ),
+        _counter(
+            "tier_tokens",
+            "tokens of prompts that were loaded, by the tier that they were read from; of a store"
+            " with several tiers alone",
+            tier=(),
+        ),
         _counter("bytes", "bytes to and from the store", direction=DIRECTIONS),
         _counter("jobs", "jobs ended", direction=DIRECTIONS, outcome=("ok", *REASONS)),
         _counter("misses", "lookups and loads that brought less than was asked", reason=REASONS),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdstore.errors import Direction, Reason
@@ -29,6 +29,7 @@ class JobEnd:
     ran: from the job's start to its end; None for a job that could not begin.
     in_store: from the begin of its first store call to the end of its last; None if it made none.
     num_with_drafts: of a load, as `Job.num_with_drafts`; None stands for all of `num_tokens`.
+    by_tier: of a load, as `Job.by_tier`.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class JobEnd:
     ran: TimeRange | None = None
     in_store: TimeRange | None = None
     num_with_drafts: int | None = None
+    by_tier: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def fault(
@@ -66,6 +68,7 @@ class JobEnd:
             TimeRange(zero + job.began, zero + now),
             TimeRange(zero + calls[0], zero + calls[1]) if calls is not None else None,
             job.num_with_drafts,
+            job.by_tier,
         )
 
 
@@ -75,9 +78,39 @@ def loaded_by_all(plan: LoadPlan, ends: Sequence[JobEnd]) -> int:
     return max(plan.first_token, num_loaded)
 
 
-def longest_s(ends: Sequence[JobEnd]) -> float:
-    """Returns how many seconds the job took that took longest; 0 if none has run."""
-    return max((end.ran.end_at - end.ran.begin_at for end in ends if end.ran), default=0.0)
+def loaded_by_tier(ends: Sequence[JobEnd]) -> Mapping[int, int]:
+    """Returns how many tokens a load has read from each tier, on the rank that has read least.
+
+    Empty if the store has no tiers, or if the load has read nothing.
+    """
+    return min(ends, key=lambda end: end.num_tokens).by_tier if ends else {}
+
+
+class LoadOutcome(NamedTuple):
+    """The outcome of a load after its jobs have ended on all ranks.
+
+    num_tokens: leading tokens of the prompt that are there on all ranks.
+    seconds: of the job that took longest; 0 if none has run.
+    by_tier: the tokens that were read from each tier of the store; empty if it has no tiers.
+    reason: why less than all was loaded, if so.
+    """
+
+    num_tokens: int
+    seconds: float
+    by_tier: Mapping[int, int]
+    reason: Reason
+
+    @classmethod
+    def of(cls, plan: LoadPlan, ends: Sequence[JobEnd]) -> LoadOutcome:
+        """Returns the outcome of a planned load from the ends of its jobs."""
+        times = (end.ran.end_at - end.ran.begin_at for end in ends if end.ran is not None)
+        reasons = (end.reason for end in ends if end.reason is not None)
+        return cls(
+            loaded_by_all(plan, ends),
+            max(times, default=0.0),
+            loaded_by_tier(ends),
+            next(reasons, Reason.FAULT),
+        )
 
 
 @dataclass

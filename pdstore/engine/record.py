@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pdstore.engine.job_end import JobEnd, TimeRange
+from pdstore.engine.job_end import JobEnd, TimeRange, loaded_by_tier
 from pdstore.engine.request import EngineRequest
 from pdstore.errors import Direction
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
@@ -104,6 +104,7 @@ def record_of(request: EngineRequest, role: str) -> RequestRecord:
         num_computed=request.num_prefill_tokens,
         num_saved=_saved_by_all(saves, is_published=request.is_published),
         num_cold=request.drafts.num_cold,
+        from_tiers=request.cache.named_tiers(loaded_by_tier(loads)),
         reason=next((reason for reason in (*reasons, request.reason) if reason is not None), None),
         loss=request.loss,
         phases=tuple(sorted(phases, key=lambda phase: phase.begin_s)),

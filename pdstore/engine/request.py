@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdstore.engine.job_end import DraftRows, JobEnd, loaded_by_all, longest_s, loss_of
+from pdstore.engine.job_end import DraftRows, JobEnd, LoadOutcome, loss_of
 from pdstore.engine.phase import PROMPT_GIVEN, RequestPhase, check_call
 from pdstore.errors import Direction, Reason
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams
@@ -159,7 +159,7 @@ class EngineRequest:
         if self.prompt_times is None or is_followed:  # D is no faster than P
             return end
         self.decision = self.prompt_times.decide(
-            self, start=num_present, found=end, num_tokens=num_tokens
+            self, start=num_present, found=end, num_tokens=num_tokens, spans=self.found.spans
         )
         if self._phase in PROMPT_GIVEN:  # preempted: nobody reports the end of its second prefill
             self.prompt_times.forget(self)
@@ -201,14 +201,12 @@ class EngineRequest:
         if plan is None:
             return self.num_present
         ends = self._load_ends()
-        num_loaded = loaded_by_all(plan, ends)
-        self.cache.metrics.tokens.labels("cold").inc(self.drafts.loaded(plan, num_loaded, ends))
+        num_loaded, seconds, by_tier, reason = LoadOutcome.of(plan, ends)
         num_kept = min(num_loaded, plan.num_tokens) - plan.first_token
-        self.cache.metrics.tokens.labels("loaded").inc(num_kept)
+        self.cache.note_load(num_kept, self.drafts.loaded(plan, num_loaded, ends), by_tier)
         if self.prompt_times is not None:
-            self.prompt_times.load_ended(self, num_loaded, longest_s(ends))
+            self.prompt_times.load_ended(self, num_loaded, seconds, by_tier)
         if num_loaded < plan.num_tokens:
-            reason = next((end.reason for end in ends if end.reason is not None), Reason.FAULT)
             self._note_loss(plan, num_loaded, ends, reason)
             self.give_up(reason)
             self.num_saved = min(self.num_saved, num_loaded)  # so a save heals the rest
@@ -308,6 +306,8 @@ class EngineRequest:
         if self.handoff is not None and not self.num_saved:
             # what the engine had was saved earlier; the last save stores again what the store lost
             self.num_saved = start - start % self.keys.block_tokens
+        if self.handoff is not None and self._first_save is None and self.found is not None:
+            self.num_saved = self.found.num_above(self.num_saved)  # D may look nowhere else
         end = min(stop, self._end_of_saves)
         if not self._has_states:
             return self._plan_save(self.keys.prefix(end))

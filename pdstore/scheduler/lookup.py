@@ -14,7 +14,7 @@ from pdstore.format.handoff import Handoff, HandoffId
 from pdstore.format.keys import PromptKeys
 from pdstore.scheduler.usable import FailedAfter, usable_and_shared
 from pdstore.store.base import Store
-from pdstore.store.tier_spans import TierSpan, first_below, spans_of
+from pdstore.store.tier_spans import TierSpan, spans_of
 from pdstore.threads import Deadline, Ticker, call_or
 
 _MATCH_TIMEOUT_S = 1.0  # seconds for the match that comes after the wait for a hand-off's markers
@@ -48,10 +48,9 @@ class Match:
     num_shared: int = field(default=0, compare=False)
     spans: Sequence[TierSpan] = field(default=(), compare=False)
 
-    @property
-    def first_below(self) -> int | None:
-        """The first of these tokens that was not found in the first tier; None if all were."""
-        return first_below(self.spans)
+    def num_above(self, num_tokens: int) -> int:
+        """Returns how many of the first `num_tokens` come before all that lies in a lower tier."""
+        return min([num_tokens, *(span.start for span in self.spans if span.tier)])
 
     @property
     def may_change(self) -> bool:

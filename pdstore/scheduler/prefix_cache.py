@@ -252,6 +252,22 @@ class PrefixCacheManager:
         if reason is not None and reason.cause is Cause.SLOW and guard is not None:
             guard.doubt()
 
+    def note_load(self, num_tokens: int, num_cold: int, by_tier: Mapping[int, int]) -> None:
+        """Counts the tokens that a load has brought.
+
+        num_cold: those of them without the drafts' KV.
+        by_tier: by the number of the tier that they were read from; empty without tiers.
+        """
+        self.metrics.tokens.labels("cold").inc(num_cold)
+        self.metrics.tokens.labels("loaded").inc(num_tokens)
+        for name, count in self.named_tiers(by_tier).items():
+            self.metrics.tier_tokens.labels(name).inc(count)
+
+    def named_tiers(self, by_tier: Mapping[int, int]) -> dict[str, int]:
+        """Returns numbers of tokens by the names of their tiers, the fastest tier first."""
+        names = dict(enumerate(self.tier_names))
+        return {names.get(tier, str(tier)): count for tier, count in sorted(by_tier.items())}
+
     def is_prefill(self, params: Mapping[str, Json] | TransferParams | None) -> bool:
         """Returns whether this instance is P for a request: whether it has to hand the prompt off.
 

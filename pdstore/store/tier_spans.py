@@ -66,8 +66,3 @@ def tokens_by_tier(spans: Sequence[TierSpan], start: int, stop: int) -> Mapping[
         counts[span.tier] += max(0, min(stop, span.stop) - max(start, span.start))
     counts[0] += max(0, stop - start) - sum(counts.values())
     return {tier: count for tier, count in sorted(counts.items()) if count}
-
-
-def first_below(spans: Sequence[TierSpan]) -> int | None:
-    """Returns the first token that lies below the first tier; None if none does."""
-    return next((span.start for span in spans if span.tier), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,6 +78,8 @@ class RequestRecord:
     loss: what a load was to bring and has not brought; None if nothing.
     num_cold: loaded tokens without the KV of this instance's draft model, which then proposes worse
       tokens; 0 without a draft model.
+    from_tiers: the loaded tokens by the tier of the store that they were read from: `1 file`, for
+      instance; empty if it has no tiers.
     """
 
     request_id: str
@@ -95,6 +97,7 @@ class RequestRecord:
     traceparent: str | None = None
     loss: Loss | None = None
     num_cold: int = 0
+    from_tiers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def line(self) -> str:
         """Returns the record as a line for the log."""
@@ -106,6 +109,10 @@ class RequestRecord:
         )
         if times:
             words += f"; {times}"
+        lower = [name for name in self.from_tiers if not name.startswith("0 ")]
+        if lower:
+            counts = (f"{self.from_tiers[name]} from tier {name}" for name in lower)
+            words += f"; of the loaded tokens {', '.join(counts)}"
         if self.num_cold:
             words += f"; {self.num_cold} loaded without the draft model's KV"
         if self.reason is not None:

@@ -1,8 +1,7 @@
 """Job: one save or load in flight. Work: what it has to do. WorkerTurn: one worker's work at it.
 
 Each job has a lock, which guards the shares of its work, the running copies and its end. No store
-call, copy or watcher runs while the lock is held. Nothing here may be called from a signal handler,
-which might wait for a lock that its own thread holds.
+call, copy or watcher runs while the lock is held. A signal handler must call nothing of this.
 """
 
 # Decision: docs/decisions/003-end-and-copies.md
@@ -15,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -110,6 +109,11 @@ class Work(Generic[Item]):
         """
         return self._progress, self._progress
 
+    @property
+    def by_tier(self) -> Mapping[int, int]:
+        """The tokens that a load has read from each of several tiers. The caller holds `lock`."""
+        return {}
+
     def poll(self, *, takes: bool = False) -> Share | NoShare:
         """Returns the next share, or why there is none. The caller holds `lock`.
 
@@ -150,6 +154,7 @@ class Job:
     timeout_s: begins when the job no longer waits for earlier jobs: that makes its deadline.
     num_with_drafts: of a load that has ended: how many leading tokens have the drafts' KV too. It
       is `result.num_tokens` if this rank has no layer of a draft.
+    by_tier: of a load that has ended: its tokens by the tier they were read from; empty without.
     """
 
     def __init__(
@@ -179,6 +184,7 @@ class Job:
         self._captured = False
         self._store_calls: tuple[float, float] | None = None
         self.num_with_drafts = 0
+        self.by_tier: Mapping[int, int] = {}
         self._watchers: list[Callable[[Job], None]] = []
         self._result: JobResult | None = None
         self._has_ended = threading.Event()
@@ -286,6 +292,7 @@ class Job:
             if work is None:
                 return
             num_tokens, self.num_with_drafts = work.progress
+            self.by_tier = work.by_tier
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from pdstore.errors import Reason, StoreError, reason_of
 from pdstore.format.values import BlockRange, Values
+from pdstore.store.tier_spans import spans_by_block, tokens_by_tier
 from pdstore.store.transfer import Move, ReadyEvent, Shortfall
 from pdstore.worker.job import Work, WorkerTurn, WorkItem
 from pdstore.worker.mover import Mover
@@ -55,6 +56,7 @@ class LoadWork(Work[_LoadRange]):
     _is_closed: bool = field(default=False, init=False)  # True after `close`, or after a gap
     _cut: Reason | None = field(default=None, init=False)
     _gaps: list[tuple[_LoadRange, Shortfall]] = field(default_factory=list, init=False)
+    _tiers: dict[int, int] = field(default_factory=dict, init=False)  # the slowest, by block
     _drafts: list[_LoadRange] = field(default_factory=list, init=False)
     _wrong_drafts: list[_LoadRange] = field(default_factory=list, init=False)
 
@@ -64,6 +66,15 @@ class LoadWork(Work[_LoadRange]):
         end = self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
         has_drafts = self.prompt.layout.draft_range is not None
         return end, min(end, self._tokens_of(self._drafts)) if has_drafts else end
+
+    @property
+    def by_tier(self) -> Mapping[int, int]:
+        if not self._tiers:
+            return {}
+        keys, end = self.prompt.keys, self.progress[0]
+        count = max(self._tiers) + 1
+        spans = spans_by_block(keys, (self._tiers.get(number, 0) for number in range(count)))
+        return tokens_by_tier(spans, self.first_token, end)
 
     @property
     def is_open(self) -> bool:
@@ -183,7 +194,10 @@ class LoadWork(Work[_LoadRange]):
 
         wanted: all values of `item`. why: the reason if the copy fell short, or None.
         """
+        tiers = self.mover.tiers_read(values.keys)
         with self.lock:
+            for number, tier in zip(values.numbers, tiers, strict=False):
+                self._tiers[number] = max(tier, self._tiers.get(number, 0))
             if values and values.numbers[0] == wanted.numbers[item.num_loaded]:
                 item.num_loaded += len(values)
                 item.reached = self.prompt.keys.end_of(values.numbers[-1] + 1)

@@ -21,6 +21,7 @@ from pdstore.store.optional import (
     FindsKeys,
     RenewsUnread,
     TakesAdmission,
+    TellsReads,
     meeting_store_of,
 )
 from pdstore.store.reading import read_values
@@ -58,6 +59,7 @@ class Mover:
         self.by_use = context.store.optional(EvictsByUse)
         self._meeting = meeting_store_of(context.store)
         self._finder = context.store.optional(FindsKeys)
+        self._reads = context.store.optional(TellsReads)
         self._renewer = context.store.optional(RenewsUnread)
         takes = context.store.optional(TakesAdmission)
         self.has_tiers = takes is not None
@@ -114,6 +116,10 @@ class Mover:
         with turn.in_store_call():
             stored = stored_among(self._finder.which_stored(keys), keys, self.context.store)
         return next((i for i, key in enumerate(keys) if key not in stored), len(keys))
+
+    def tiers_read(self, keys: Sequence[BlockKey]) -> Sequence[int]:
+        """Returns from which tier each value was read last; nothing if the store has no tiers."""
+        return self._reads.which_read(keys) if self._reads is not None else ()
 
     def remove_wrong(self, turn: WorkerTurn, values: Values) -> None:
         """Reads values and removes the wrong ones; loads nothing. Raises StoreError."""
