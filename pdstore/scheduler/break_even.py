@@ -70,21 +70,26 @@ class LoadCosts:
     def add_sample(self, num_tokens: Mapping[int, int], seconds: float) -> None:
         """Adds the time of a load, which may have read several tiers, to their averages.
 
-        If all of them are known, each gets its part of the time by what is known. Else the known
-        ones keep what they have, and the rest of the time is that of the lowest unknown tier: if
-        most of the tokens with an unknown cost came from there, for the others count too little.
+        The tiers above keep the cost that they have, and the rest of the time is that of the lowest
+        tier: disks vary more than memory, and loads of memory alone measure it. If some tiers are
+        unknown, the lowest of these takes the rest, if most of the tokens of unknown cost are its
+        own. If the load was so quick that little is left, each tier gets its part of the time.
         """
         num_tokens = {tier: count for tier, count in num_tokens.items() if count > 0}
         unknown = self.unknown(num_tokens)
-        if num_tokens and not unknown:
-            expected_s = self.seconds(num_tokens)
-            for tier, count in num_tokens.items():
-                part = self.seconds({tier: count}) / expected_s
-                self._of_tier[tier].add_sample(count, seconds * part)
-        lowest = max(unknown, default=0)
-        if unknown and 2 * num_tokens[lowest] >= sum(num_tokens[tier] for tier in unknown):
-            rest_s = seconds - self.seconds(num_tokens)
+        measured = unknown or {tier for tier, count in num_tokens.items() if count >= _MIN_TOKENS}
+        lowest = max(measured, default=0)
+        num_unknown = sum(num_tokens[tier] for tier in unknown)
+        if not measured or 2 * num_tokens[lowest] < num_unknown:
+            return
+        own = {lowest: num_tokens[lowest]}
+        rest_s = seconds - self.seconds(num_tokens) + self.seconds(own)
+        if unknown or len(num_tokens) == 1 or rest_s > self.seconds(own) / 2:
             self._of_tier[lowest].add_sample(num_tokens[lowest], rest_s)
+            return
+        quicker = seconds / self.seconds(num_tokens)
+        for tier, count in num_tokens.items():
+            self._of_tier[tier].add_sample(count, self.seconds({tier: count}) * quicker)
 
 
 class Decision(NamedTuple):
