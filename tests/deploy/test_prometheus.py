@@ -82,7 +82,7 @@ def test_every_alert_fires_for_its_cause():
 @pytest.mark.slow
 def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_server, tmp_path):
     redis = redis_server()
-    url = f"redis://127.0.0.1:{redis.port}/0?timeout=0.5"
+    url = f"redis://127.0.0.1:{redis.port}/0?timeout=0.5 file://{tmp_path}/below?budget=1GiB"
     p, d = (open_engine("llama", pd_of(role, url)) for role in ("prefill", "decode"))
 
     def handed_over(seed):
