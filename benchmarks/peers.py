@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -55,15 +56,16 @@ def _lmcache_server(gib: str) -> list[str]:
     return [*server, "--prometheus-port", prometheus]
 
 
-def start_service(name: str, gib: str, processes: Processes) -> None:
+def start_service(name: str, gib: str, processes: Processes, options: Sequence[str] = ()) -> None:
     """Starts what a peer needs beside its engines, if anything; they may start before it is ready.
 
-    LMCache's server takes as long as an engine, which waits for it.
+    LMCache's server takes as long as an engine, which waits for it. options: more of its own.
     """
     if name == "lmcache":
         environment = {**os.environ, **peer_of(name, "kv_producer").environment}
         is_ready = partial(_listens, LMCACHE_PORTS[0])
-        processes.start("lmcache-server", _lmcache_server(gib), is_ready, environment)
+        command = [*_lmcache_server(gib), *options]
+        processes.start("lmcache-server", command, is_ready, environment)
 
 
 def _listens(port: int) -> bool:

@@ -16,18 +16,22 @@ offloads, `lmcache` its server; `shm`, `shm_prompts` (no answers saved), `shm_au
 `files` are one instance with pdstore; `relayed` and `concurrent` are P and D, `nixl` and
 `lmcache_pd` too, of others; `two` are two instances with one pool behind a router, and
 `two_affinity` behind one that sends a prompt where its prefix went before.
+`tiers` is `shm` with files on a disk below it, and `lmcache_disk` is `lmcache` with the same;
+`tiers_direct` and `lmcache_direct` read and write the files past the page cache. Each of the four
+keeps at most --disk-gib below --disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.command import parser_of, run
 from benchmarks.load.kinds import kinds
-from benchmarks.load.measure import measure, sizes_of
+from benchmarks.load.measure import disk_of, measure, sizes_of
 from benchmarks.load.workloads import WORKLOADS, Sizes, turns
 from benchmarks.shapes import SHAPES
 from examples.demo.processes import stop_on_signals
@@ -48,7 +52,7 @@ def _refuse_wrong(given: argparse.Namespace) -> None:
     """Exits with a line that says what to change, if the options do not fit together."""
     if given.json is not None and "load" not in given.json.name:
         sys.exit("--json: a name with `load` in it, so that results are found together")
-    known = kinds(given.pool, Sizes(), {})
+    known = kinds(given.pool, Sizes(), {}, disk_of(given))
     for name in given.kinds:
         what, _, tree = name.partition("+")[0].partition("@")
         if what not in known:
@@ -91,6 +95,9 @@ def _parse() -> argparse.Namespace:
     add("--document", type=int, help="tokens that a user brings along, the median")
     add("--questions", type=int, dest="turns", help="of one user, who then leaves")
     add("--pool-gib", type=float, help="size of the host pool")
+    add("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a directory on a disk")
+    add("--disk-gib", type=float, help="of each kind with a disk; default: 4 times its host pool")
+    add("--copy", default="", metavar="RATE", help="at which `tiers` copy down; default: pdstore's")
     add("--gpu", type=int, help="tokens of KV that fit into the engine's own cache")
     add("--trace", type=Path, metavar="FILE", help="of the Mooncake release")
     add("--trees", type=_pair, nargs="+", default=[], metavar="NAME=DIR", help="checkouts")

@@ -42,6 +42,7 @@ class Kind(NamedTuple):
     """The servers of one kind, and the way to ask them.
 
     service: the peer of pdstore that needs a server beside the engines; "": none does.
+    of_service: options of that server's command line.
     router: options of a router in front of the engines, which is asked then; None: there is none.
     gpu: tokens of the engine's own cache, where it is not the workload's.
     """
@@ -51,9 +52,34 @@ class Kind(NamedTuple):
     service: str = ""
     gpu: int | None = None
     router: Sequence[str] | None = None
+    of_service: Sequence[str] = ()
 
 
-def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Kind]:
+class Disk(NamedTuple):
+    """The tier below a host's memory: a directory, and the most that a kind may keep there.
+
+    copy: `copy` of the tier's URL; "": its default.
+    """
+
+    directory: Path
+    gib: float
+    copy: str = ""
+
+    def url(self, **options: str) -> str:
+        """Returns the URL of a tier of pdstore. options: more of it."""
+        given = {"budget": str(int(self.gib * (1 << 30)))} | options
+        given |= {"copy": self.copy} if self.copy else {}
+        query = "&".join(f"{name}={value}" for name, value in given.items())
+        return f"file://{self.directory}/below?{query}"
+
+    def of_lmcache(self, **options: object) -> list[str]:
+        """Returns the options of LMCache's server; by its default it evicts nothing there."""
+        below = {"type": "fs_native", "base_path": str(self.directory)}
+        most = {"max_capacity_gb": self.gib, "eviction": {"eviction_policy": "LRU"}}
+        return ["--l2-adapter", json.dumps(below | most | options)]
+
+
+def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str], disk: Disk) -> dict[str, Kind]:
     """Returns every kind by name. settings: more of pdstore's, by variable."""
     num_bytes = int(sizes.pool_gib * (1 << 30))
     arena, files = f"shm://load?size={num_bytes}&dir={pool}", f"file://{pool}/files"
@@ -77,10 +103,16 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str]) -> dict[str, Ki
         "native": Kind([Instance(["--kv-offloading-size", gib])]),
         "simple": Kind([_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=num_bytes)]),
         "lmcache": Kind([lmcache], service="lmcache"),
+        "lmcache_disk": Kind([lmcache], service="lmcache", of_service=disk.of_lmcache()),
+        "lmcache_direct": Kind(
+            [lmcache], service="lmcache", of_service=disk.of_lmcache(use_odirect=True)
+        ),
         "lmcache_pd": Kind([lmcache] * 2, "relayed", service="lmcache"),
         "shm": Kind([instance(arena)]),
         "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
         "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
+        "tiers": Kind([instance(f"{arena} {disk.url()}")]),
+        "tiers_direct": Kind([instance(f"{arena} {disk.url(direct='1')}")]),
         "files": Kind([instance(f"{files}?budget={num_bytes}")]),
         "nixl": Kind([_peer("nixl", "kv_producer"), _peer("nixl", "kv_consumer")], "relayed"),
         "relayed": Kind(pair, "relayed"),
@@ -129,7 +161,8 @@ class Fleet:
         """Returns the URLs of the engines, which do not answer yet. Raises DemoError."""
         self._make_model()
         environment = self._environment(tree)
-        start_service(kind.service, f"{self._sizes.pool_gib:g}", self._processes)
+        gib = f"{self._sizes.pool_gib:g}"
+        start_service(kind.service, gib, self._processes, kind.of_service)
         tokens = kind.gpu or self._sizes.gpu
         ports = free_ports(len(kind.instances))
         urls = [f"http://127.0.0.1:{port}" for port in ports]

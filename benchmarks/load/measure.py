@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.load.client import Answer, Client, Mode
-from benchmarks.load.kinds import Fleet, kinds
+from benchmarks.load.kinds import Disk, Fleet, kinds
 from benchmarks.load.workloads import WORKLOADS, Plan, Sizes
 from benchmarks.report import Cell, Report
 from examples.demo.client import counters
@@ -39,7 +39,9 @@ _COUNTED = {
     "preempted": "vllm:num_preemptions_total",
 }
 """The counters of each column, by how their names begin. An older pdstore lacks some."""
-COUNTS = [*_COUNTED, "unanswered", "errors"]
+_OF_TIERS = "tier"
+"""A part of the names of what is counted for one tier alone."""
+COUNTS = [*_COUNTED, "unanswered", "errors", "by tier"]
 OPTIONS = ("users", "turns", "document", "pool_gib", "gpu", "vocabulary")
 """Sizes that the command line may change."""
 _WARM_UP = 3
@@ -84,7 +86,7 @@ def _measure(
     Every workload and rate has prompts of its own, since the pools keep those of the ones before;
     so have the windows of servers that are started anew.
     """
-    sizes = sizes_of(given)
+    sizes, disk = sizes_of(given), disk_of(given)
     engine = replace(sizes[given.workload[0]], longest=max(each.longest for each in sizes.values()))
     cells = [
         (what, rate)
@@ -96,11 +98,13 @@ def _measure(
         fleet = Fleet(processes, scratch, engine, *how, is_cpu=given.cpu, model=given.model)
         started = []
         for name in names:
-            pool = Path(pools.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
+            pool = Path(pools.enter_context(_directory(scratch)))
+            below = Path(pools.enter_context(_directory(disk.directory)))
             what, *settings = name.split("+")
             what, _, tree = what.partition("@")
             root = Path(given.trees[tree]).resolve() if tree else ROOT
-            kind = kinds(pool, engine, dict(setting.split("=", 1) for setting in settings))[what]
+            own = dict(setting.split("=", 1) for setting in settings)
+            kind = kinds(pool, engine, own, disk._replace(directory=below))[what]
             label = f"{name}-{windows[0] + 1}"
             started.append((name, kind, fleet.start(label, kind, root)))
         servers = [
@@ -143,12 +147,14 @@ class _Load:
             return int(sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs for n in names))
 
         counts = [more(each) for each in _COUNTED.values()]
+        of_tiers = {n: more(n) for _, new in pairs for n in new if _OF_TIERS in n}
         ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < seconds]
         times = [time - begin for answer in self.client.begun for time in answer.times]
         tokens = sum(0 <= time < seconds for time in times)
         rates: list[Cell] = [len(ended) / seconds, tokens / seconds]
         errors = len(self.client.errors)
-        return [*rates, *_times(ended), *counts, self.client.num_open, errors]
+        by_tier = ", ".join(f"{n} {count}" for n, count in sorted(of_tiers.items()) if count)
+        return [*rates, *_times(ended), *counts, self.client.num_open, errors, by_tier]
 
     async def pause(self) -> None:
         self.client.gate.clear()
@@ -195,7 +201,9 @@ async def _take_turns(
 def _show(row: Sequence[Cell]) -> None:
     name, workload, *numbers = row
     shown = zip([*COLUMNS[2:], *TIMES, *COUNTS], numbers, strict=True)
-    texts = (f"{what} {value:.3g};" for what, value in shown)
+    texts = (
+        f"{what} {value if isinstance(value, str) else f'{value:.3g}'};" for what, value in shown
+    )
     print(name, workload, *texts, file=sys.stderr, flush=True)
 
 
@@ -224,3 +232,13 @@ def sizes_of(given: argparse.Namespace) -> dict[str, Sizes]:
     if given.cpu:
         sizes = {what: each.shrunk() for what, each in sizes.items()}
     return {what: replace(each, **changes) for what, each in sizes.items()}
+
+
+def disk_of(given: argparse.Namespace) -> Disk:
+    """Returns the disk that is asked for, on which each kind has a directory of its own."""
+    gib = given.disk_gib or 4 * min(each.pool_gib for each in sizes_of(given).values())
+    return Disk(given.disk, gib, given.copy)
+
+
+def _directory(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=parent, prefix="load-", ignore_cleanup_errors=True)

@@ -10,7 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.load.workloads import WORKLOADS, Plan
+from benchmarks.load.kinds import Disk, kinds
+from benchmarks.load.workloads import WORKLOADS, Plan, Sizes
+from pdstore.settings import read_settings
+from pdstore.store import open_store
 
 
 class Listener:
@@ -108,6 +111,45 @@ def test_what_it_cannot_do_is_one_line(options, status, said):
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, said in done.stdout + done.stderr) == (status, True)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tiers", "tiers_direct"])
+def test_tiers_are_the_arena_with_files_on_the_disk_below(name, tmp_path):
+    disk = Disk(tmp_path, 0.5, copy="2GB/s")
+    [instance] = kinds(tmp_path, Sizes(pool_gib=0.125), {}, disk)[name].instances
+    first, below = instance.environment["PDSTORE_STORE"].split()
+    assert first.startswith("shm://load?size=134217728&")
+    assert below.startswith(f"file://{tmp_path}/below?budget=536870912&")
+    assert ("direct=1" in below) == (name == "tiers_direct")
+    store = open_store(f"{first} {below}", read_settings(store=f"{first} {below}"))
+    assert len(store.tiers) == 2
+    store.close()
+
+
+@pytest.mark.parametrize(("name", "is_direct"), [("lmcache_disk", False), ("lmcache_direct", True)])
+def test_lmcache_is_told_the_same_disk(name, is_direct, tmp_path):
+    kind = kinds(tmp_path, Sizes(), {}, Disk(tmp_path, 16.0))[name]
+    option, given = kind.of_service
+    below = json.loads(given)
+    assert (kind.service, option) == ("lmcache", "--l2-adapter")
+    assert (below["base_path"], below["max_capacity_gb"]) == (str(tmp_path), 16.0)
+    assert below["eviction"], "without it the disk fills"
+    assert below.get("use_odirect", False) == is_direct
+
+
+@pytest.mark.nightly
+def test_what_lies_in_a_lower_tier_is_counted_by_tier(tmp_path):
+    file = tmp_path / "load.json"
+    command = [sys.executable, "-m", "benchmarks.load", "--cpu", "--kinds", "shm", "tiers"]
+    command += ["--beside", "--windows", "1", "--window", "4", "--warm", "2", "--users", "4"]
+    command += ["--document", "300", "--questions", "3", "--gpu", "2048", "--pool-gib", "0.01"]
+    subprocess.run(
+        [*command, "--disk", str(tmp_path), "--json", str(file)], check=True, timeout=120
+    )
+    by_kind = {row["kind"]: row for row in json.loads(file.read_text())["rows"]}
+    assert all(row["answers/s"] > 0 and not row["errors"] for row in by_kind.values())
+    assert "tier1_copied" in by_kind["tiers"]["by tier"]
+    assert not by_kind["shm"]["by tier"]
 
 
 @pytest.mark.nightly
