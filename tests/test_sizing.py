@@ -8,6 +8,7 @@ import pytest
 
 from pdstore.errors import ConfigError
 from pdstore.sizing import ModelShape, main
+from pdstore.sizing.break_even import KNOWN_MODELS, Machine, break_even
 from tests.docs.commands import ROOT
 from tests.support.published_models import HYBRIDS, MODELS
 
@@ -229,3 +230,51 @@ def test_what_is_no_configuration_is_refused(text, why, tmp_path):
         ModelShape.of_config(str(path))
     with pytest.raises(ConfigError, match=r"cannot read .*none: No such file"):
         ModelShape.of_config(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("known", KNOWN_MODELS, ids=lambda shape: shape.name)
+def test_known_models_are_those_of_published_configurations(known, tmp_path):
+    file = tmp_path / known.name / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps((MODELS | HYBRIDS)[known.name]))
+    assert known == ModelShape.of_config(str(file))
+
+
+def verdicts(capsys, *options):
+    """The verdicts of the table of tiers, by model."""
+    assert main([*options, "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    return {row["model"]: list(row["verdicts"].values()) for row in models}
+
+
+def test_a_tier_pays_where_loading_is_quicker_than_computing(capsys):
+    on_h100 = verdicts(capsys)
+    assert on_h100["Llama-3.1-8B"] == ["loses", "loses", "even", "pays", "pays"]
+    assert on_h100["Qwen3-32B"] == ["loses", "even", "pays", "pays", "pays"]
+    assert on_h100["DeepSeek-V3"] == ["pays"] * 5
+    assert verdicts(capsys, "--gpu", "H20")["Llama-3.1-8B"] == ["pays"] * 5
+    at_rest = break_even(KNOWN_MODELS[0], Machine("H100"), 8192)
+    slower = f"{at_rest.num_tokens / at_rest.compute_s / 4}"
+    assert verdicts(capsys, "--tokens-per-s", slower)["Llama-3.1-8B"] == ["even", *["pays"] * 4]
+    assert verdicts(capsys, "--bandwidth", "3")["Llama-3.1-8B"] == ["loses"]
+
+
+def test_a_measured_rate_of_a_prefill_is_what_a_model_is_judged_by(config, capsys):
+    asked = [config("Llama-3.1-8B"), "--prompt", "8192", "--tokens-per-s", "16384"]
+    assert main([*asked, "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["break_even"]
+    assert row["compute_s"] == 0.5
+    assert row["bytes_per_s"] == 2 * row["kv_bytes"]
+    assert main(asked) == 0
+    assert "one prompt alone, 16,384 tokens/s;" in capsys.readouterr().out
+
+
+def test_the_page_has_the_table_of_tiers_as_it_is_printed(capsys):
+    assert main(["--gpu", "H100"]) == 0
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    assert f"```text\n{capsys.readouterr().out}```" in page
+
+
+def test_an_unknown_gpu_has_no_table(capsys):
+    assert main(["--gpu", "H900"]) == 2
+    assert "--gpu H900: known are" in capsys.readouterr().err

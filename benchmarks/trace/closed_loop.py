@@ -83,6 +83,9 @@ class BlockPool:
         self._room, self._clock = room, clock
         self._uses: dict[int, Use] = {}  # in their order
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._uses
+
     def num_stored(self, blocks: Sequence[int]) -> int:
         """Returns how many of the first blocks are stored."""
         return next((i for i, b in enumerate(blocks) if b not in self._uses), len(blocks))

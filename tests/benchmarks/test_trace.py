@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
-from benchmarks.trace import eviction, room
+from benchmarks.trace import eviction, room, tiers
 from benchmarks.trace.__main__ import main
 from benchmarks.trace.closed_loop import LIVE_TOKENS, ClosedLoop, Crowd, Policy
 from benchmarks.trace.replay import Clock, Fleet, replay
@@ -135,3 +135,54 @@ def test_users_who_leave_find_what_the_pool_holds_though_they_queue(size, least)
     assert product > lru - 1
     assert counts[0]["refused"] == 0
     assert (counts[1]["refused"] > 0) == (size < 1)
+
+
+@pytest.fixture(scope="module")
+def in_turn():
+    """Users who ask in turn, in a first tier of 1/4 and a lower tier of 3/4 of what they have."""
+    requests = eviction.cycle(32, turns=30)
+    num_blocks = eviction.in_use(32, requests)
+    return {
+        name: tiers.percentages(tiers.played(requests, num_blocks, (1 / 4, 3 / 4), policy))
+        for name, policy in tiers.POLICIES.items()
+    }
+
+
+@pytest.mark.parametrize("policy", ["last", "product", "hand-offs", "used below"])
+def test_two_tiers_find_what_they_hold_together_and_write_little(in_turn, policy):
+    found, above, below, down, *_ = in_turn[policy]
+    assert found == pytest.approx(above + below, abs=0.2)
+    assert found > 60
+    assert found > 1.5 * in_turn["LRU"][0]
+    assert down < 0.4 * in_turn["LRU"][3]
+
+
+def test_a_use_in_the_lower_tier_too_saves_writes(in_turn):
+    assert in_turn["used below"][3] < 0.8 * in_turn["product"][3]
+    assert in_turn["used below"][3] < 20
+
+
+def test_what_is_not_worth_it_is_not_copied_up(in_turn):
+    assert in_turn["last"][4] > 50
+    assert in_turn["product"][4] < 2
+    assert in_turn["product"][1] > in_turn["last"][1], "the first tier keeps what it has"
+
+
+def test_a_first_tier_that_takes_all_is_an_lru_cache():
+    """What is copied up, saved and used there is all that a pool of one tier stores and uses."""
+    requests = [eviction.Asked(r.at_s, r.blocks) for r in conversations()]
+    counts = tiers.played(requests, 400, (1 / 4, 1.0), tiers.POLICIES["LRU"])
+    alone = eviction.percentages(requests, 100, Policy(None, knows_queue=True))[0]
+    assert 100 * counts["above"] / counts["asked"] == pytest.approx(alone, abs=2)
+    assert counts["below"] > 0
+    assert counts["refused"] == 0
+    assert counts["down"] <= counts["asked"] - counts["above"] - counts["below"]
+
+
+def test_the_command_of_tiers_writes_a_row_for_each_policy(tmp_path, monkeypatch):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["tiers", "--users", "2", "--json", str(out)])
+    tiers.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["policy"] for row in rows if row["lower tier"]} == set(tiers.POLICIES)
+    assert all(0 <= row["found, %"] <= 100 for row in rows)

@@ -1,34 +1,16 @@
-"""Sizing: the size of a model's KV, and the bandwidth above which loading it beats computing it.
-
-`python -m pdstore.sizing CONFIG` prints both for the model of a config.json; see docs/sizing.md.
-
-T_c is the time to compute a prompt of p tokens, B* the bandwidth, N the active parameters:
-T_c = F(p) / (GPUs * peak * MFU)      F(p) = 2 * N * p + layers * heads * (d_qk + d_v) * p^2
-B*  = (p * (KV bytes of a token) + (bytes of the states)) / T_c
-"""
+"""ModelShape: the numbers of a model, from its config.json, that fix its KV and its prefill."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdstore.errors import ConfigError
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-_GB = 1e9
-PEAK_TFLOPS = {
-    **{"A100": 312, "A800": 312, "A10": 125, "L4": 121, "L40S": 362, "4090": 165},
-    **{"H20": 148, "H100": 989, "H800": 989, "H200": 989, "GH200": 989, "B200": 2250},
-}
-"""Dense bf16 operations in TFLOPS, from the makers' data sheets."""
-DEFAULT_MFU = 0.5
-_PROMPTS = (1024, 8192, 32_768, 131_072)
-"""Tokens of the prompts in the printed table, unless the user names prompts."""
 _NEMOTRON_TYPES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _STATES = ("linear_attention", "mamba", "mamba2", "conv", "kda")
 _KEEPS = {**dict.fromkeys(_STATES, "state"), "mlp": "", "moe": ""}
@@ -297,127 +279,3 @@ def _nemotron_mlp_params(config: Mapping[str, Any], types: Sequence[str]) -> int
         of_layer = 2 * (latent or hidden) * of_experts + 2 * hidden * (of_shared + latent)
         total += types.count("moe") * (of_layer + hidden * config["n_routed_experts"])
     return int(total)
-
-
-class Comparison(NamedTuple):
-    """A comparison of reading a prompt's KV with computing it on GPUs that do nothing else.
-
-    compute_s: the time of the prefill. bytes_per_s: the rate at which reading the KV from a store
-      takes as long as the prefill.
-    """
-
-    num_tokens: int
-    kv_bytes: int
-    compute_s: float
-    bytes_per_s: float
-
-
-class Machine(NamedTuple):
-    """The GPUs of an instance, and `mfu`, the part of their peak rate that a prefill reaches."""
-
-    gpu: str
-    num_gpus: int = 1
-    mfu: float = DEFAULT_MFU
-
-    @property
-    def flops(self) -> float:
-        """Operations per second. Raises ConfigError for an unknown GPU."""
-        peak = PEAK_TFLOPS.get(self.gpu.upper().removeprefix("RTX"))
-        if peak is None:
-            raise ConfigError(f"--gpu {self.gpu}: known are {', '.join(PEAK_TFLOPS)}")
-        return peak * 1e12 * self.num_gpus * self.mfu
-
-
-def break_even(
-    shape: ModelShape, machine: Machine, num_tokens: int, element_bytes: int | None = None
-) -> Comparison:
-    """Compares reading the KV of `num_tokens` tokens, with the states, with computing it."""
-    kv_bytes = num_tokens * shape.kv_bytes(element_bytes) + shape.state_bytes
-    compute_s = shape.prefill_flops(num_tokens) / machine.flops
-    return Comparison(num_tokens, kv_bytes, compute_s, kv_bytes / compute_s)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the sizes that the arguments ask for. Returns 0, or 2 for a wrong argument."""
-    asked = _parser().parse_args(arguments)
-    try:
-        shape = ModelShape.of_config(asked.config)
-        if asked.params:
-            shape = replace(shape, active_params=asked.params)
-        return _print_break_even(shape, asked)
-    except ConfigError as error:
-        print(f"pdstore.sizing: {error}", file=sys.stderr)
-        return 2
-
-
-def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
-    """Prints, for each prompt, the bandwidth above which reading is faster than computing."""
-    machine = Machine(asked.gpu, asked.gpus, asked.mfu)
-    element_bytes = asked.kv_element_bytes
-    kv_bytes = shape.kv_bytes(element_bytes)
-    prompts = asked.prompt or _PROMPTS
-    rows = [break_even(shape, machine, length, element_bytes) for length in prompts]
-    if asked.json:
-        document = {
-            "model": shape.name,
-            "active_params": shape.active_params,
-            "kv_bytes_per_token": kv_bytes,
-            "million_tokens_bytes": 1_000_000 * kv_bytes,
-            "state_bytes": shape.state_bytes,
-            "machine": machine._asdict(),
-            "break_even": [row._asdict() for row in rows],
-        }
-        print(json.dumps(document, indent=1))
-        return 0
-    _print_shape(shape, kv_bytes)
-    verdict = f"   at {asked.bandwidth:g} GB/s" if asked.bandwidth else ""
-    computed = f"compute on {machine.num_gpus} {machine.gpu}"
-    print(f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}")
-    for row in rows:
-        if asked.bandwidth:
-            read_s = row.kv_bytes / (asked.bandwidth * _GB)
-            verdict = f"   compute (a read: {read_s:.3g} s)"
-            if read_s < row.compute_s:
-                verdict = f"   read, {read_s:.3g} s"
-        print(
-            f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
-            f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"
-        )
-    print(
-        f"one prompt alone, {machine.mfu:.0%} of the peak; reading wins above break-even,"
-        " and concurrent loads share the bandwidth"
-    )
-    return 0
-
-
-def _print_shape(shape: ModelShape, kv_bytes: int) -> None:
-    print(
-        f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
-        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
-        " active"
-    )
-    if shape.state_bytes:
-        print(
-            f"states of {shape.state_layers} layers: {shape.state_bytes / 2**20:.3g} MiB after each"
-            f" prefix that is kept, as much as {shape.state_bytes // kv_bytes:,} tokens of KV"
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pdstore.sizing", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("config", help="a model's config.json, or its directory")
-    add("--gpu", default="H100", help=f"GPU of the prefill instance: {', '.join(PEAK_TFLOPS)}")
-    add("--gpus", type=int, default=1)
-    add("--mfu", type=float, default=DEFAULT_MFU, help="the prefill's share of the GPU's peak")
-    add("--prompt", type=int, action="append", help="a prompt's length in tokens; may be repeated")
-    add("--kv-element-bytes", type=int, help="bytes of an element of KV; 1 for fp8")
-    add("--params", type=float, help="active parameters, such as 37e9")
-    add("--bandwidth", type=float, help="the store's GB/s; prints which way is faster")
-    add("--json", action="store_true")
-    return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
