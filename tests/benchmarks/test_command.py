@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from benchmarks import direct
+from benchmarks import copies, direct
 from benchmarks.command import run
 from benchmarks.handoff.__main__ import parse
 from benchmarks.handoff.recorder import WATCHED
@@ -18,6 +18,7 @@ from benchmarks.handoff.report import late_stores
 from benchmarks.handoff.run import modes_of
 from benchmarks.peers import peer_of
 from benchmarks.report import Report
+from tests.support.disk import disk as disk
 from tests.support.overload import measure
 
 
@@ -112,3 +113,13 @@ def test_direct_reads_without_fio_are_one_line_that_names_its_package(monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="fio is not installed: apt-get install fio"):
         direct.main()
+
+
+def test_the_costs_of_tiers_are_those_of_values_that_lie_below(disk, tmp_path):
+    report = copies.measure(tmp_path, disk, 1, 64 << 10, 4)
+    rows = [dict(zip(report.columns, row, strict=True)) for row in report.rows]
+    ways = {"save", "save beside a copier", "copy down", "get above", "get below"}
+    assert {row["way"] for row in rows} == ways
+    assert {row["lower tier"] for row in rows} == {"file", "file, direct=1"}
+    assert all(row["GB/s"] > 0 and row["CPU s a GB"] > 0 for row in rows)
+    assert list(disk.iterdir()) == [], "its files are removed"
