@@ -19,11 +19,11 @@ from pdstore.format.block import HEADER_BYTES
 from pdstore.format.keys import POOL_ID_KEY
 from pdstore.format.plan import PromptSave, SavePlan
 from pdstore.store import open_store
+from pdstore.store.admission import Admission
 from pdstore.store.base import FRESH_S
 from pdstore.store.memory import MemoryStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.worker import mover
-from pdstore.store.admission import Admission
 from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON, settings_of
 from tests.support.pool_kit import P_BLOCKS, assert_loaded, load, save

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pdstore import HandoffId, JobResult
-from pdstore.errors import Reason
+from pdstore.errors import Reason, StoreTimeout
 from pdstore.format.block import HEADER_BYTES
-from pdstore.format.plan import SavePlan
+from pdstore.format.plan import PromptSave, SavePlan
+from pdstore.store.admission import Admission
+from pdstore.store.base import FRESH_S
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import TellsTiers
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
@@ -46,6 +51,13 @@ def saved(p, store):
     assert save(p, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
     assert store.flush()
     return keys_of(p)
+
+
+def damage(store, key):
+    """Changes a bit of a stored value."""
+    (value,) = get(store, [key], [SIZE])
+    store.remove([key])
+    put(store, [key], [value[:-1] + bytes([value[-1] ^ 1])])
 
 
 @pytest.fixture
@@ -104,7 +116,11 @@ def test_a_load_of_values_that_lie_below_is_whole(p, d, store, arena, gone):
     arena.remove([keys[i] for i in gone])
     assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
     assert_loaded(p, d, NUM_TOKENS)
-    assert [i for i in range(BLOCKS) if not arena.which_stored(keys)[i]] == gone, "none goes up"
+    assert arena.which_stored(keys) == [True] * BLOCKS, "what lay below is promoted"
+    assert store.optional(TellsTiers).promoted_from(keys) == [int(i in gone) for i in range(BLOCKS)]
+    arena.calls.clear()
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert "get" not in arena.calls, "now it is copied in place"
 
 
 def test_a_block_that_no_tier_has_ends_a_load_before_it(p, d, store, arena, files):
@@ -120,22 +136,168 @@ def test_a_block_that_no_tier_has_ends_a_load_before_it(p, d, store, arena, file
 def test_a_damaged_value_below_is_removed_and_ends_a_load_before_it(p, d, store, arena, files):
     keys = saved(p, store)
     arena.remove(keys)
-    (value,) = get(files, keys[2:3], [SIZE])
-    files.remove(keys[2:3])
-    put(files, keys[2:3], [value[:-1] + bytes([value[-1] ^ 1])])
+    damage(files, keys[2])
     assert load(d, range(NUM_TOKENS)) == JobResult(128, Reason.CORRUPT)
     assert_loaded(p, d, 128)
     assert files.which_stored(keys) == [True, True, False, True, True]
 
 
-def test_a_damaged_value_above_is_removed_from_all_tiers_and_saved_again(p, d, store, arena):
+@pytest.mark.parametrize("damaged", [[0], [2], [4], [1, 3], [0, 1, 2, 3, 4]], ids=str)
+def test_a_damaged_value_above_is_loaded_from_below_and_promoted(
+    p, d, store, arena, files, damaged
+):
+    keys = saved(p, store)
+    for i in damaged:
+        place_of(arena, keys[i], SIZE)[-1] ^= 1
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert get(arena, keys, [SIZE] * BLOCKS) == get(files, keys, [SIZE] * BLOCKS)
+    assert store.codes()["tier0_wrong"] == store.codes()["tier1_promoted"] == len(damaged)
+
+
+def test_a_damaged_value_above_is_removed_there_alone(p, d, store, arena, files, monkeypatch):
+    keys = saved(p, store)
+    monkeypatch.setattr(Admission, "admits", lambda self, age_s: False)
+    monkeypatch.setattr(arena, "oldest_age_s", lambda sizes: 1.0)
+    place_of(arena, keys[2], SIZE)[-1] ^= 1
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert arena.which_stored(keys) == [True, True, False, True, True]
+    assert files.match(keys) == BLOCKS
+
+
+def test_a_value_that_is_damaged_in_every_tier_is_removed_from_all(p, d, store, arena, files):
     keys = saved(p, store)
     place_of(arena, keys[2], SIZE)[-1] ^= 1
+    damage(files, keys[2])
     assert load(d, range(NUM_TOKENS)) == JobResult(128, Reason.CORRUPT)
     assert d.tokens(D_BLOCKS)[:128].equal(p.tokens(P_BLOCKS)[:128])
-    assert store.match(keys) == 2
+    assert not arena.which_stored(keys)[2]
+    assert not files.which_stored(keys)[2]
     save(p, range(NUM_TOKENS))
     assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+
+
+def test_a_value_of_wrong_length_above_is_loaded_from_below(p, d, store, arena, files):
+    keys = saved(p, store)
+    arena.remove(keys[1:3])
+    put(arena, keys[1:3], [b"a" * 100, b"b" * (SIZE + 10)])
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert get(arena, keys, [SIZE] * BLOCKS) == get(files, keys, [SIZE] * BLOCKS)
+
+
+@pytest.mark.parametrize("evicted", [[0], [3], [1, 2], [0, 1, 2, 3, 4]], ids=str)
+def test_what_is_evicted_while_it_is_copied_is_loaded_from_below(p, d, store, arena, evicted):
+    keys = saved(p, store)
+    arena.before["confirm"] = lambda: arena.remove([keys[i] for i in evicted])
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+
+
+@pytest.fixture
+def staged_stack(files, tmp_path, closed_after):
+    """Files over files: values pass through staging, and the library reads those above."""
+    above = closed_after(FileStore(tmp_path / "above"))
+    return closed_after(TieredStore([above, files])), above
+
+
+def test_through_staging_too_a_damaged_value_is_loaded_from_below(instance, staged_stack, files):
+    stack, above = staged_stack
+    p, d = (instance(over=stack, fill=fill, range_bytes=2 * BLOCK_BYTES) for fill in (None, POISON))
+    keys = saved(p, stack)
+    for key in (keys[1], keys[2], keys[4]):
+        damage(above, key)
+    above.remove(keys[3:4])
+    put(above, keys[3:4], [b"short"])
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert get(above, keys, [SIZE] * BLOCKS) == get(files, keys, [SIZE] * BLOCKS)
+    counts = stack.codes()
+    assert (counts["tier0_wrong"], counts["tier1_promoted"]) == (4, 4)
+
+
+def test_an_arena_full_of_leases_stays_as_it_is_and_the_load_is_whole(
+    instance, library, tmp_path, files, closed_after
+):
+    arena = closed_after(SpiedArena(library, tmp_path, size=1 << 20, slab_bytes=64 << 10))
+    stack = closed_after(TieredStore([arena, files]))
+    p, d = (instance(over=stack, fill=fill, range_bytes=2 * BLOCK_BYTES) for fill in (None, POISON))
+    keys = saved(p, stack)
+    arena.remove(keys)
+    others = []
+    while save(p, range(len(others) + 5000, len(others) + 5064)).reason is None:
+        others += p.cache.keys(range(len(others) + 5000, len(others) + 5064)).store_keys(
+            p.layout.parts
+        )
+        arena.match(others)
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert arena.match(others) == len(others)
+    assert not any(arena.which_stored(keys))
+
+
+def test_an_error_of_a_promotion_is_none_of_the_load(p, d, store, arena, monkeypatch):
+    keys = saved(p, store)
+    arena.remove(keys)
+
+    def fail(keys, slots):
+        raise StoreTimeout("too late")
+
+    monkeypatch.setattr(arena, "put", fail)
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("role", ["prefill", "both"])
+@pytest.mark.parametrize("is_handed_off", [True, False])
+def test_what_others_wait_for_enters_the_first_tier_and_may_be_refused_below(
+    instance, arena, tmp_path, closed_after, monkeypatch, role, is_handed_off
+):
+    asked = []
+    monkeypatch.setattr(Admission, "admits", lambda self, age_s: asked.append(age_s))
+    below = closed_after(MemoryStore(budget=3 * SIZE, lease_s=0.001))
+    stack = closed_after(TieredStore([arena, below]))
+    p = instance(over=stack, role=role)
+    assert save(p, range(192), handoff=HandoffId("1" * 32)) == JobResult(192)
+    assert stack.flush()
+    assert below.match(keys_of(p, 192)) == 3
+    time.sleep(FRESH_S + 0.1)
+    keys = p.cache.keys(range(1000, 1192))
+    result = p.pool.save(
+        keys, P_BLOCKS, handoff=HandoffId("2" * 32) if is_handed_off else None
+    ).wait(10)
+    assert stack.flush()
+    store_keys = keys.store_keys(p.layout.parts)
+    is_awaited = is_handed_off or role == "prefill"
+    assert result == (JobResult(192) if is_awaited else JobResult(0, Reason.NOT_ADMITTED))
+    assert arena.match(store_keys) == (3 if is_awaited else 0)
+    assert below.match(store_keys) == 0
+    assert asked
+    assert stack.codes()["tier1_not_admitted"] == (3 if is_awaited else 0)
+
+
+def test_a_p_that_only_hands_off_learns_which_blocks_it_found_and_which_are_new(
+    instance, store, monkeypatch
+):
+    told = {"found": [], "saved": []}
+    for name, of_call in told.items():
+        monkeypatch.setattr(
+            Admission, name, lambda self, names, waited_s=0.0, to=of_call: to.append([*names])
+        )
+    p = instance(over=store, role="prefill")
+    keys = p.cache.keys(range(256))
+    first_save = PromptSave(64, time.monotonic())
+    part = SavePlan(keys.prefix(128), 64, is_awaited=True, first_save=first_save)
+    whole = SavePlan(keys, 128, handoff=HandoffId("1" * 32), first_save=first_save)
+    for plan in (part, whole):
+        begun = p.pool.begin_save(plan, P_BLOCKS)
+        begun.layers_done(len(p.caches))
+        begun.job.wait(10)
+    assert told == {
+        "found": [[*keys.hashes(0, 1)], []],
+        "saved": [[*keys.hashes(1, 2)], [*keys.hashes(2, 4)]],
+    }
 
 
 PREFIX = range(192)

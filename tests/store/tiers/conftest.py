@@ -49,6 +49,15 @@ def stack(open_tiers, name, tmp_path):
     return open_tiers(MemoryStore(f"memory://{name}"), FileStore(tmp_path / "files"))
 
 
+def copies_of(store):
+    """Returns the copies to the first lower tier by outcome, without those that never happened."""
+    return {
+        code.removeprefix("tier1_"): count
+        for code, count in store.codes().items()
+        if code.startswith("tier1_") and count
+    }
+
+
 @contextlib.contextmanager
 def held(faulty):
     """Makes all calls of a Faulty hang."""

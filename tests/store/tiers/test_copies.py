@@ -21,7 +21,7 @@ from pdstore.store.wrappers import WrapperStore
 from pdstore.testing import content, fresh_keys
 from pdstore.testing.faulty import Faulty
 from pdstore.testing.values import assert_stored, get, put
-from tests.store.tiers.conftest import held
+from tests.store.tiers.conftest import copies_of, held
 from tests.support.kv import eventually
 
 SIZE = 4096
@@ -46,7 +46,7 @@ def test_blocks_are_copied_down_and_nothing_else(open_tiers):
     assert store.flush()
     assert first.which_stored(keys) == [True] * 6
     assert below.which_stored(keys) == [True] * 3 + [False] * 3
-    assert store.codes() == {"tier1_copied": 3, "tier1_given_up": 0, "tier1_lost": 0}
+    assert copies_of(store) == {"copied": 3}
 
 
 def test_what_is_below_already_is_neither_read_nor_counted(open_tiers):
@@ -56,7 +56,7 @@ def test_what_is_below_already_is_neither_read_nor_counted(open_tiers):
     store = open_tiers(first, below)
     put_all(store, keys)
     assert store.flush()
-    assert store.codes()["tier1_copied"] == 2
+    assert copies_of(store) == {"copied": 2}
 
 
 def test_beyond_the_bound_the_end_of_the_oldest_put_is_given_up():
@@ -163,7 +163,7 @@ def test_a_block_evicted_before_its_copy_is_lost_and_those_behind_it_are_given_u
         first.remove(keys[2:3])
     assert store.flush()
     assert below.match(keys) == 2
-    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 2}
+    assert copies_of(store) == {"copied": 3, "lost": 1, "given_up": 2}
 
 
 def test_what_is_behind_a_batch_that_ends_in_a_lost_block_is_given_up(open_tiers, monkeypatch):
@@ -177,7 +177,7 @@ def test_what_is_behind_a_batch_that_ends_in_a_lost_block_is_given_up(open_tiers
         first.remove(keys[2:3])
     assert store.flush()
     assert below.wrapped.which_stored(keys) == [True] * 2 + [False] * 7
-    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 6}
+    assert copies_of(store) == {"copied": 3, "lost": 1, "given_up": 6}
 
 
 def test_a_value_that_is_wrong_in_the_first_tier_does_not_go_down(open_tiers):
@@ -194,7 +194,7 @@ def test_a_value_that_is_wrong_in_the_first_tier_does_not_go_down(open_tiers):
         put(store, keys, values)
         assert store.flush()
         assert below.which_stored(keys) == [True, False, False]
-        assert store.codes() == {"tier1_copied": 1, "tier1_lost": 1, "tier1_given_up": 1}
+        assert copies_of(store) == {"copied": 1, "lost": 1, "given_up": 1}
 
 
 def test_a_full_tier_below_gives_up_and_takes_the_next_put(open_tiers):
@@ -203,7 +203,7 @@ def test_a_full_tier_below_gives_up_and_takes_the_next_put(open_tiers):
     keys, others = fresh_keys(3), fresh_keys(1)
     put_all(store, keys)
     assert store.flush()
-    assert store.codes() == {"tier1_copied": 2, "tier1_given_up": 1, "tier1_lost": 0}
+    assert copies_of(store) == {"copied": 2, "given_up": 1}
     below.remove(keys)
     put_all(store, others)
     assert store.flush()
@@ -257,7 +257,7 @@ def test_a_copy_of_what_another_process_clears_is_taken_back(open_tiers):
     put_all(store, keys)
     assert store.flush()
     assert inner.match(keys) == store.match(keys) == 0
-    assert store.codes() == {"tier1_copied": 0, "tier1_lost": 3, "tier1_given_up": 0}
+    assert copies_of(store) == {"lost": 3}
 
 
 def test_a_put_succeeds_while_no_thread_can_start(open_tiers, monkeypatch):
@@ -453,7 +453,7 @@ def test_what_is_gone_from_a_first_tier_that_only_matches_is_taken_back(open_tie
     put_all(store, [one, *others])
     assert store.flush()
     assert inner.which_stored([one, *others]) == [True, True, False, True]
-    assert store.codes() == {"tier1_copied": 3, "tier1_lost": 1, "tier1_given_up": 0}
+    assert copies_of(store) == {"copied": 3, "lost": 1}
 
 
 def test_remove_reaches_every_tier_and_queued_copies(open_tiers):
