@@ -185,20 +185,20 @@ class ArenaTransfer(Transfer):
     ) -> None:
         """Waits for copies; counts the values that were right and are still stored.
 
-        If the first value that was not right when copied is still stored, it is corrupt.
+        If the first value that was not right when copied is still stored, it is corrupt. If other
+        tiers may have what the copy did not bring, that is loaded from them.
         """
         values = move.values
         with held:
             self._copies.finish(copies)
             num_there, num_right = self._arena.confirm(copies)
-        there = values[: values.num_whole(min(num_there, num_right))]
-        reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
-        rest = values[len(there) :]
-        if not rest or self._staged is None or turn.is_over:
-            on_loaded(there, reason if rest else None)
-            return
-        on_loaded(there, None)
-        if not self._loads_elsewhere(turn, move._replace(values=rest), on_loaded):
+            there = values[: values.num_whole(min(num_there, num_right))]
+            reason = Reason.CORRUPT if num_right < num_there else Reason.LOST
+            rest = values[len(there) :]
+            may_be_below = self._staged is not None and not turn.is_over
+            on_loaded(there, reason if rest and not may_be_below else None)
+        left = move._replace(values=rest)
+        if rest and may_be_below and not self._loads_elsewhere(turn, left, on_loaded):
             on_loaded(rest[:0], reason)
 
     def _loads_elsewhere(self, turn: Turn, move: Move, on_loaded: Loaded) -> bool:
@@ -207,16 +207,17 @@ class ArenaTransfer(Transfer):
         It ends before the next copy in place is counted, since values count in their order.
         """
         assert self._staged is not None
+        _wait_for_memory(turn, self._staged.memory)
         rest = move.values
         with turn.before_next_copy():
-            while rest and self._staged.memory.is_ready():
+            while rest:
                 missing, rest = self._staged.load_window(
                     turn, move._replace(values=rest), on_loaded
                 )
                 turn.finish_copy()
                 if missing is not None:
                     return False
-        return not rest
+        return True
 
     def _batch(self, move: Move) -> ValueBatch:
         values = move.values
