@@ -20,6 +20,7 @@ from pdstore.format.keys import BlockKey, Namespace, PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Lookup, Match
 from pdstore.store.base import Store
+from pdstore.store.optional import meeting_store_of
 from pdstore.store.watch import KeyWatch, Waiter
 from pdstore.threads import call_or
 
@@ -185,7 +186,8 @@ class HandoffWatch:
         self._find = find
         self._is_elsewhere = is_elsewhere
         self._call_timeout_s = call_timeout_s
-        self._watch = KeyWatch(store, name="pdstore-handoffs", timeout_s=call_timeout_s)
+        meeting = meeting_store_of(store)
+        self._watch = KeyWatch(meeting, name="pdstore-handoffs", timeout_s=call_timeout_s)
 
     def add(self, lookup: Lookup) -> None:
         """Adds a lookup with a hand-off. Any thread may call it."""

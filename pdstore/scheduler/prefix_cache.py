@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from pdstore.errors import Cause, Reason, Severity, StoreError
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams, new_id
@@ -31,7 +31,7 @@ from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
-from pdstore.store.optional import meeting_store_of, tier_names
+from pdstore.store.optional import tier_names
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,6 @@ class PrefixCacheManager:
     lookup_timeout_s: of the wait for the store's answer, for a lookup without a hand-off.
     weights_of: returns the weights' revision for settings; D warns if P's weight files differ.
     Raises ConfigError for a bad store URL, StoreError if a required store does not answer.
-
-    tier_names: names of the store's tiers, the fastest first; empty if it has none.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class PrefixCacheManager:
             settings, namespace, self._store, router_duty=router_duty, weights_of=weights_of
         )
         self._introduce(longest_prompt)
-        self.tier_names = tier_names(self._store)
         self._claims: dict[bytes, float] = {}  # by a block's hash: when its save began
         self._closed = False
         self._pid = os.getpid()
@@ -91,7 +88,7 @@ class PrefixCacheManager:
         again = store_for_renewals(self._store)
         self._renewals = Renewals(again, partial(find, again), lambda: self._queue.is_busy)
         self._watch = HandoffWatch(
-            meeting_store_of(self._store),
+            self._store,
             namespace,
             self.metrics,
             ask,
@@ -306,6 +303,11 @@ class PrefixCacheManager:
             is_exact=self.namespace.continuation.is_exact,
         )
         return handoff.id, handoff.params() if self._settings.publish else {}
+
+    @cached_property
+    def tier_names(self) -> Sequence[str]:
+        """Names of the store's tiers, the fastest first; none if it has no tiers."""
+        return tier_names(self._store)
 
     @property
     def pool_id(self) -> bytes | None:

@@ -102,17 +102,13 @@ class Work(Generic[Item]):
     _progress: int = field(default=0, init=False)
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int, Mapping[int, int]]:
         """The number of leading tokens that have been moved by now, and of those with drafts' KV.
 
-        The caller holds `lock`.
+        Third: of a load, how many tokens it has read from each of several tiers. The caller holds
+        `lock`.
         """
-        return self._progress, self._progress
-
-    @property
-    def by_tier(self) -> Mapping[int, int]:
-        """The tokens that a load has read from each of several tiers. The caller holds `lock`."""
-        return {}
+        return self._progress, self._progress, {}
 
     def poll(self, *, takes: bool = False) -> Share | NoShare:
         """Returns the next share, or why there is none. The caller holds `lock`.
@@ -291,8 +287,7 @@ class Job:
             work, self._work = self._work, None
             if work is None:
                 return
-            num_tokens, self.num_with_drafts = work.progress
-            self.by_tier = work.by_tier
+            num_tokens, self.num_with_drafts, self.by_tier = work.progress
         del work  # free what the work holds before anybody is told that the job is done
         reason, error = self._end or (None, None)
         if error is not None:

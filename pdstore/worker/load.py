@@ -61,20 +61,19 @@ class LoadWork(Work[_LoadRange]):
     _wrong_drafts: list[_LoadRange] = field(default_factory=list, init=False)
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int, Mapping[int, int]]:
         ends = map(self._tokens_of, self._released.values())
         end = self.prompt.usable_end(min(ends, default=self.first_token), self.first_token)
         has_drafts = self.prompt.layout.draft_range is not None
-        return end, min(end, self._tokens_of(self._drafts)) if has_drafts else end
+        num_with_drafts = min(end, self._tokens_of(self._drafts)) if has_drafts else end
+        return end, num_with_drafts, self._by_tier(end)
 
-    @property
-    def by_tier(self) -> Mapping[int, int]:
+    def _by_tier(self, end: int) -> Mapping[int, int]:
+        """Returns how many tokens, up to `end`, came from each tier; none without tiers."""
         if not self._tiers:
             return {}
-        keys, end = self.prompt.keys, self.progress[0]
-        count = max(self._tiers) + 1
-        spans = spans_by_block(keys, (self._tiers.get(number, 0) for number in range(count)))
-        return tokens_by_tier(spans, self.first_token, end)
+        tiers = (self._tiers.get(number, 0) for number in range(max(self._tiers) + 1))
+        return tokens_by_tier(spans_by_block(self.prompt.keys, tiers), self.first_token, end)
 
     @property
     def is_open(self) -> bool:

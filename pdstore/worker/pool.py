@@ -94,8 +94,7 @@ class KVPool:
             undo.callback(self._queue.close, 0.0)
             if owns_store:  # closed before the queue: this ends calls that wait for an arena's lock
                 undo.callback(store.close)
-            self._meeting = meeting_store_of(store)
-            self._watch = KeyWatch(self._meeting, name="pdstore-follower")
+            self._watch = KeyWatch(meeting_store_of(store), name="pdstore-follower")
             undo.callback(self._watch.close, 0.0)
             self._heartbeat = Heartbeat(settings, layout, namespace, store)
             undo.callback(self._heartbeat.close, 0.0)
@@ -282,8 +281,9 @@ class KVPool:
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
             block_timeout_s = self._settings.handoff_wait_s
+            meeting = meeting_store_of(self._store)
             self._watch.add(
-                Follow(self._meeting, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
+                Follow(meeting, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
             )
         return job
 
