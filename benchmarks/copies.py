@@ -126,8 +126,12 @@ class Bench:
             raise ConfigError(f"{self._files}: not all that was copied is there")
 
     def _remove(self, *batches: Batch) -> None:
+        """Removes values everywhere, and waits for a disk that needs longer than a removal may."""
         for batch in batches:
             self._store.remove(batch.keys)
+            until = time.monotonic() + _FLUSH_S
+            while any(tier.is_out for tier in self._store.lower) and time.monotonic() < until:
+                time.sleep(0.05)
 
     def _batch(self, number: int) -> Batch:
         first = number * self._count
