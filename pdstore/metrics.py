@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
@@ -24,6 +24,7 @@ DIRECTIONS = tuple(direction.value for direction in Direction)
 REASONS = tuple(reason.value for reason in Reason)
 VERBS = ("match", "get", "put", "remove", "clear")
 WAYS = ("load", "compute", "both")
+COPIES = ("copied", "given_up", "lost")
 SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 """Upper bounds of the histograms' buckets, in seconds."""
 
@@ -110,8 +111,7 @@ METRICS: dict[str, Metric] = {
         ),
         _counter(
             "store_codes",
-            "errors by the code from the store's library, faults that `faulty+` makes, and blocks"
-            " that were or were not copied to a lower tier",
+            "errors by the code from the store's library, and faults that `faulty+` makes",
             code=(),
         ),
         _counter("store_evictions", "values that the store evicted, if it tells"),
@@ -129,6 +129,33 @@ METRICS: dict[str, Metric] = {
         _of_store("breaker_open", "1 while the breaker refuses store calls"),
         _of_store("store_capacity_bytes", "bytes that the store may hold, if it tells"),
         _of_store("store_used_bytes", "bytes that the store holds, if it tells; asked every 15 s"),
+        _counter(
+            "tier_calls",
+            "calls of a lower tier; the outcome is `ok` or the class of the error",
+            tier=(),
+            verb=VERBS,
+            outcome=("ok",),
+        ),
+        _seconds("tier_seconds", "time of a call of a lower tier", tier=(), verb=VERBS),
+        _counter(
+            "tier_bytes",
+            "bytes read from a lower tier, and bytes put into it by copies",
+            tier=(),
+            direction=DIRECTIONS,
+        ),
+        _counter(
+            "tier_copies",
+            "blocks that were to be copied to a lower tier, by what became of them",
+            tier=(),
+            outcome=COPIES,
+        ),
+        _gauge(
+            "tier_waiting_bytes", "bytes of the blocks that wait to be copied to a tier", tier=()
+        ),
+        _of_store("tier_out", "1 while a lower tier is left out until it answers", tier=()),
+        _of_store("tier_capacity_bytes", "bytes that a tier may hold, if it tells", tier=()),
+        _of_store("tier_used_bytes", "bytes that a tier holds, if it tells", tier=()),
+        _counter("tier_evictions", "values that a tier evicted, if it tells", tier=()),
     )
 }
 """Every metric by its name. `Metrics` has an attribute of that name."""
@@ -137,6 +164,28 @@ Shown: TypeAlias = Any
 """A Counter, Gauge or Histogram of the client library."""
 
 TYPES: Mapping[Kind, Shown] = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge, Kind.HISTOGRAM: Histogram}
+
+
+class TierState(NamedTuple):
+    """The state of one of several tiers, as metrics and pages show it.
+
+    name: the tier's number and the scheme of its URL: `1 file`. The first tier has the number 0.
+    label: its URL without secrets and options.
+    problem: why the tier is left out now; None if it is not.
+    num_waiting_bytes: bytes of the values that wait to be copied to it.
+    copies: the number of values by what became of their copies to it; empty for the first tier.
+    """
+
+    name: str
+    label: str
+    problem: str | None = None
+    num_waiting_bytes: int = 0
+    copies: Mapping[str, int] = {}
+
+
+def is_first_tier(name: str) -> bool:
+    """True for the name of a first tier, as `TierState` has it."""
+    return name.startswith("0 ")
 
 
 class Metrics:
@@ -151,6 +200,8 @@ class Metrics:
         self._reasons = ReasonLog()
         self._sources: list[Callable[[], None]] = []
         self._breakers: list[Callable[[], bool]] = []
+        self._tiers: list[Callable[[], Sequence[TierState]]] = []
+        self._sources.append(self._read_tiers)
         self.registry.register(self)  # it is asked first
         self._metrics = {name: self._made(metric) for name, metric in METRICS.items()}
         self.breaker_open.set_function(lambda: any(is_open() for is_open in self._breakers))
@@ -206,6 +257,23 @@ class Metrics:
         """Adds a breaker to the metric that shows whether any breaker is open."""
         self._breakers.append(is_open)
 
+    def add_tiers(self, states: Callable[[], Sequence[TierState]]) -> None:
+        """Adds the lower tiers of a store. Numbers of one tier by several stores are combined.
+
+        states: called by `refresh`; must return at once, and must not raise an exception.
+        """
+        self._tiers.append(states)
+        seen: collections.Counter[tuple[str, str]] = collections.Counter()
+
+        def read() -> None:
+            for tier in states():
+                for outcome, count in tier.copies.items():
+                    of_one = (tier.name, outcome)
+                    self.tier_copies.labels(*of_one).inc(max(0, count - seen[of_one]))
+                    seen[of_one] = max(count, seen[of_one])
+
+        self._sources.append(read)
+
     def refresh(self) -> None:
         """Calls all sources."""
         for read in self._sources:
@@ -256,6 +324,18 @@ class Metrics:
         if reason is not None:
             (self.miss if direction is Direction.LOAD else self.drop)(reason, error)
 
+    def _read_tiers(self) -> None:
+        """Sets the gauges of each lower tier from all stores that have it."""
+        num_bytes: collections.Counter[str] = collections.Counter()
+        is_out: dict[str, bool] = {}
+        for tier in itertools.chain.from_iterable(states() for states in self._tiers):
+            if not is_first_tier(tier.name):
+                num_bytes[tier.name] += tier.num_waiting_bytes
+                is_out[tier.name] = is_out.get(tier.name, False) or tier.problem is not None
+        for name, is_one_out in is_out.items():
+            self.tier_out.labels(name).set(int(is_one_out))
+            self.tier_waiting_bytes.labels(name).set(num_bytes[name])
+
     def _made(self, metric: Metric) -> Shown:
         options: dict[str, Any] = {"buckets": SECONDS} if metric.kind is Kind.HISTOGRAM else {}
         name = f"pdstore_{metric.name}"
@@ -264,6 +344,34 @@ class Metrics:
         for values in known_labels(metric):
             made.labels(*values)
         return made
+
+
+class CallMetrics:
+    """The metrics of the calls of a whole store, or of one of its lower tiers.
+
+    tier: the tier's name, as in `TierState`; None for the whole store.
+    """
+
+    def __init__(self, metrics: Metrics, tier: str | None = None) -> None:
+        self._tier = () if tier is None else (tier,)
+        is_whole = tier is None
+        self._calls = metrics.store_calls if is_whole else metrics.tier_calls
+        self._seconds = metrics.store_seconds if is_whole else metrics.tier_seconds
+        self._bytes = metrics.bytes if is_whole else metrics.tier_bytes
+        for verb in VERBS:  # what is known is shown before anything is counted
+            self._calls.labels(*self._tier, verb, "ok")
+            self._seconds.labels(*self._tier, verb)
+        for direction in DIRECTIONS:
+            self._bytes.labels(*self._tier, direction)
+
+    def call_ended(self, verb: str, outcome: str, seconds: float) -> None:
+        """Counts a call and its time. outcome: `ok`, or the class of the error."""
+        self._calls.labels(*self._tier, verb, outcome).inc()
+        self._seconds.labels(*self._tier, verb).observe(seconds)
+
+    def add_bytes(self, direction: Direction, num_bytes: int) -> None:
+        """Counts bytes that a call has moved."""
+        self._bytes.labels(*self._tier, direction.value).inc(num_bytes)
 
 
 def known_labels(metric: Metric) -> Iterable[tuple[str, ...]]:

@@ -42,6 +42,8 @@ from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
 from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, tiers_of
 from pdstore.store.seal import seal_store
+from pdstore.store.tiers.lower import Limits
+from pdstore.store.tiers.places import place_doubts
 from pdstore.store.url import Place, StoreURL
 from pdstore.worker.mover import check_values_fit
 
@@ -82,7 +84,7 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
         yield tried
         if tried.subject == "connect":
             return
-        yield from check_server(plain)
+        yield from check_server(tiers_of(plain)[0])
         yield from check_room(plain, shape.kv_bytes() if shape else None)
         if tried.remedy == "":
             yield measure(settings, store, shape)
@@ -117,18 +119,39 @@ def _opened(settings: Settings, place: Place) -> Iterator[Store]:
 def check_tiers(settings: Settings, store: Store, shape: ModelShape | None) -> Iterator[Finding]:
     """Yields findings about the tiers of a store that has several: each lower one is tried."""
     _, *lower = tiers_of(store)
-    if lower:
-        first, *_ = StoreURL.of(settings.store).tiers  # `store` may be one to try things with
+    if not lower:
+        return
+    url = StoreURL.of(settings.store)  # `store` may be one to try things with
+    first, *others = url.tiers
+    yield info(
+        "tiers",
+        f"P and D meet in {first.label}; blocks that are copied below serve each instance that"
+        " has the same tiers: a directory must be the same one for all",
+    )
+    for doubt in place_doubts(url, settings):
+        yield warn(f"tiers: {doubt.subject}", doubt.said, doubt.remedy)
+    for number, (tier, each) in enumerate(zip(lower, others, strict=True), start=1):
+        limits = Limits.of(each)
         yield info(
-            "tiers",
-            f"P and D meet in {first.label}; blocks that are copied below serve each instance that"
-            " has the same tiers: a directory must be the same one for all",
+            f"tier {number}",
+            f"{tier.label}: each process copies up to {limits.copy_bytes_per_s / 1e6:g} MB/s to it"
+            f" (copy), and a search of it waits up to {duration(limits.look_s)} (look)",
         )
-    for number, tier in enumerate(lower, start=1):
-        yield info(f"tier {number}", tier.label)
-        tried = try_store(settings, seal_store(tier, settings))
-        for found in (tried, *check_room(tier, shape.kv_bytes() if shape else None)):
+        for found in _check_tier(settings, tier, shape):
             yield found._replace(subject=f"tier {number}: {found.subject}")
+
+
+def _check_tier(settings: Settings, tier: Store, shape: ModelShape | None) -> Iterator[Finding]:
+    """Yields findings about one lower tier: tried, doubted and measured as a whole store is."""
+    store = seal_store(tier, settings)
+    tried = try_store(settings, store)
+    yield tried
+    if tried.subject == "connect":
+        return
+    yield from check_server(tier)
+    yield from check_room(tier, shape.kv_bytes() if shape else None)
+    if tried.remedy == "":
+        yield measure(settings, store, shape)
 
 
 def try_store(settings: Settings, store: Store) -> Finding:

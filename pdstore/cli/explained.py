@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,10 +16,10 @@ from pdstore.cli.answer import Answer, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, StoredKey, open_pool, survey
 from pdstore.cli.output import age
 from pdstore.cli.peers import losses_at
-from pdstore.errors import BadValue, ConfigError, MissingExtra
+from pdstore.errors import BadValue, ConfigError, MissingExtra, StoreError
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
-from pdstore.store.base import Store
-from pdstore.store.optional import StoredValue, num_evicted
+from pdstore.store.base import Store, stored_among
+from pdstore.store.optional import FindsKeys, StoredValue, num_evicted
 
 _ROWS = 12
 _MAX_ID = (1 << 31) - 1
@@ -32,6 +32,8 @@ class Cover(NamedTuple):
     youngest_s: seconds since the last use of any value of the namespace; None if not known.
     how_gone: how a stored block may have gone from this pool, in words.
     drafts: for each draft model, the numbers of the blocks of which its KV is stored.
+    tiers: for each block, the numbers of the tiers that have all its stored parts; empty for a pool
+      of one store.
     """
 
     keys: PromptKeys
@@ -39,6 +41,7 @@ class Cover(NamedTuple):
     youngest_s: float | None
     how_gone: str = "was evicted"
     drafts: Mapping[str, Collection[int]] = {}
+    tiers: Sequence[Sequence[int]] = ()
 
     @property
     def namespace(self) -> str:
@@ -165,7 +168,9 @@ def explain(
         covers = []
         for use in survey(stored.values()):
             keys = _keys_of(pool, use, cache_salt).extend(token_ids)
-            covers.append(cover_of(keys, stored, use, gone))
+            cover = cover_of(keys, stored, use, gone)
+            covers.append(cover._replace(tiers=_tiers_of_blocks(pool.tiers, cover.blocks)))
+        names = _tier_names(pool.tiers)
     named = [cover for cover in covers if cover.namespace.startswith(namespace)]
     meant = max(named, key=lambda c: (c.num_tokens, sum(map(len, c.blocks))), default=None)
     if meant is None:
@@ -174,8 +179,53 @@ def explain(
         numbers: Json = {"store": label, "prompt_tokens": num, "found_tokens": 0, "why": why}
         nothing = Answer(numbers, [f"0 of {num:,} tokens: {why} ({label})"], status=1)
         return _with_losses(nothing, peers)
-    answer = _answer(label, meant, [cover for cover in covers if cover is not meant])
+    answer = _answer(label, meant, [cover for cover in covers if cover is not meant], names)
     return _with_losses(answer, peers)
+
+
+def _tiers_of_blocks(
+    tiers: Sequence[Store], blocks: Sequence[Sequence[StoredValue]]
+) -> list[list[int]]:
+    """Returns for each block the numbers of the tiers that have all its stored parts.
+
+    A tier that fails, or that cannot be searched, has nothing.
+    """
+    if len(tiers) == 1:
+        return []
+    keys = [part.key for parts in blocks for part in parts]
+    found: list[list[int]] = [[] for _ in blocks]
+    for number, tier in enumerate(tiers):
+        finder = tier.optional(FindsKeys)
+        has: set[BlockKey] = set()
+        with contextlib.suppress(StoreError):
+            has = stored_among(finder.which_stored(keys), keys, tier) if finder and keys else has
+        for block, parts in enumerate(blocks):
+            if parts and has.issuperset(part.key for part in parts):
+                found[block].append(number)
+    return found
+
+
+def _tier_names(tiers: Sequence[Store]) -> list[str]:
+    """Returns what each tier is called: its scheme, or its label if two have the same scheme."""
+    schemes = [f"{tier.label.partition('://')[0]}://" for tier in tiers]
+    if len(set(schemes)) == len(schemes):
+        return schemes
+    return [tier.label for tier in tiers]
+
+
+def _places_of(cover: Cover, names: Sequence[str]) -> list[str]:
+    """Returns in which tiers the blocks are, by runs: `blocks 0-11: in shm://`."""
+    shown = []
+    first = 0
+    for numbers, run in groupby(cover.tiers):
+        last = first + sum(1 for _ in run) - 1
+        what = f"block {first}" if first == last else f"blocks {first}-{last}"
+        if numbers:
+            shown.append(f"{what}: in {' and '.join(names[number] for number in numbers)}")
+        elif any(cover.blocks[first : last + 1]):
+            shown.append(f"{what}: in no tier whole")
+        first = last + 1
+    return shown
 
 
 def _tokens_of(prompt: str | None, model: str | None) -> list[int]:
@@ -222,7 +272,7 @@ def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:
     return PromptKeys(namespace, cache_salt=cache_salt.encode())
 
 
-def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
+def _answer(label: str, meant: Cover, others: Sequence[Cover], tier_names: Sequence[str]) -> Answer:
     elsewhere: dict[str, Json] = {c.namespace: c.num_tokens for c in others if c.num_tokens}
     blocks = [_block(meant, number) for number in range(len(meant.blocks))]
     document: Json = {
@@ -233,6 +283,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         "found_tokens": meant.num_tokens,
         "why": meant.why(),
         "blocks": [*blocks],
+        "tiers": [*tier_names] if meant.tiers else [],
         "drafts": {draft: meant.num_drafted(draft) for draft in meant.drafts},
         "other_namespaces": elsewhere,
     }
@@ -245,6 +296,8 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover]) -> Answer:
         table(["block", "tokens", "hash", "parts", ">used"], rows),
         f"→ {meant.why()}",
     ]
+    if places := _places_of(meant, tier_names):
+        shown.append(f"→ {'; '.join(places)}")
     shown += [
         f"→ the KV of draft model {draft} is there of {num:,} of these tokens; without it, an"
         " instance with this draft model has fewer of its drafted tokens accepted"
@@ -277,6 +330,7 @@ def _block(cover: Cover, number: int) -> dict[str, Any]:
         "num_tokens": cover.keys.tokens_of(number),
         "hash": cover.keys.hash_of(number).hex(),
         "num_parts": len(cover.blocks[number]),
+        "tiers": list(cover.tiers[number]) if cover.tiers else [],
         "age_s": max(ages, default=None),
     }
 

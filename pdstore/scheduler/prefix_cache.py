@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pdstore.errors import Cause, Reason, Severity, StoreError
 from pdstore.format.handoff import Handoff, HandoffId, TransferParams, new_id
 from pdstore.format.keys import FORMAT_VERSION, Json, MultimodalItem, Namespace, PromptKeys, Tokens
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, TierState
 from pdstore.scheduler.handoff_watch import HandoffWatch
 from pdstore.scheduler.lookup import (
     Lookup,
@@ -31,7 +31,7 @@ from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
-from pdstore.store.optional import tier_names
+from pdstore.store.optional import tier_names, tier_states_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -323,6 +323,11 @@ class PrefixCacheManager:
     def problem(self) -> str | None:
         """A sentence about the store's present trouble; None if there is none."""
         return problem_of(self._store)
+
+    @property
+    def tiers(self) -> Sequence[TierState]:
+        """The state of each tier of the store, the fastest first; empty for a pool of one store."""
+        return tier_states_of(self._store)
 
     def clear(self) -> bool:
         """Forgets all values of this namespace, also those of other instances.

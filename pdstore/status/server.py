@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
@@ -24,7 +24,7 @@ from pydantic import ByteSize
 import pdstore
 from pdstore.errors import ConfigError
 from pdstore.format.keys import Namespace
-from pdstore.metrics import METRICS, Across, Kind
+from pdstore.metrics import METRICS, Across, Kind, TierState, is_first_tier
 from pdstore.settings import Settings, origin_of, variable_of
 from pdstore.store.url import StoreURL, without_secret
 from pdstore.telemetry.reasons import ADVICE
@@ -191,6 +191,10 @@ class TellsPool(Protocol):
     @property
     def lease_s(self) -> float: ...
 
+    @property
+    def tiers(self) -> Sequence[TierState]:
+        """The state of each tier, as this process sees it; empty for a pool of one store."""
+
 
 class Reporting:
     """Opens a status page if PDSTORE_STATUS_PORT is set, and spans if PDSTORE_TRACES is set.
@@ -278,6 +282,7 @@ def snapshot(
         "problem": problem(),
         "settings": settings_of(settings),
         "metrics": numbers,
+        "tiers": [_tier_of(tier, numbers) for tier in cache.tiers],
         "reasons": _reasons_of(numbers),
         "requests": [record.as_json() for record in journal.last()],
     }
@@ -313,6 +318,38 @@ def _numbers_of(registries: Sequence[CollectorRegistry]) -> dict[str, float]:
                 is_sum = metric.across is Across.SUM
                 found[key] = before + sample.value if is_sum else max(before, sample.value)
     return found
+
+
+def _tier_of(tier: TierState, numbers: Mapping[str, float]) -> Json:
+    """Returns what the page shows of one tier, with the numbers of all processes.
+
+    Calls, bytes and copies of the first tier are not counted apart: the whole pool makes them.
+    """
+
+    def number(name: str) -> float:
+        return numbers.get(f"{name}|{tier.name}", 0.0)
+
+    def numbers_of(name: str) -> dict[str, float]:
+        begin = f"{name}|{tier.name}|"
+        found = {key: value for key, value in numbers.items() if key.startswith(begin)}
+        return {key.removeprefix(begin): value for key, value in found.items()}
+
+    is_first = is_first_tier(tier.name)
+    is_out = numbers.get("breaker_open", 0.0) if is_first else number("tier_out")
+    return {
+        "name": tier.name,
+        "store": tier.label,
+        "is_out": bool(is_out),
+        "problem": tier.problem,
+        "used_bytes": number("tier_used_bytes"),
+        "capacity_bytes": number("tier_capacity_bytes"),
+        "num_evicted": number("tier_evictions_total"),
+        "waiting_bytes": None if is_first else number("tier_waiting_bytes"),
+        "copies": numbers_of("tier_copies_total"),
+        "calls": numbers_of("tier_calls_total"),
+        "bytes": numbers_of("tier_bytes_total"),
+        "tokens": numbers.get(f"tier_tokens_total|{tier.name}"),
+    }
 
 
 def _reasons_of(numbers: dict[str, float]) -> Json:

@@ -17,17 +17,19 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from operator import methodcaller
+from typing import NamedTuple
 
 from pdstore.errors import BadValue, ConfigError, MissingExtra, StoreError
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, Shown, is_first_tier
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
 from pdstore.store.guard import OPEN_S, GuardedStore, guard_of
-from pdstore.store.optional import TellsRoom
+from pdstore.store.optional import Room, ShowsTiers, TellsRoom
 from pdstore.store.seal import read_seal_keys, seal_store
 from pdstore.store.url import Place, StoreURL
 from pdstore.threads import Deadline, Ticker
@@ -169,6 +171,8 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
     with contextlib.ExitStack() as undo:
         opened = open_store(settings.store, settings)
         undo.callback(opened.close)
+        if (shows := opened.optional(ShowsTiers)) is not None:
+            shows.count_calls(metrics)
         store = GuardedStore(seal_store(opened, settings), metrics, open_s=open_s)
         undo.callback(store.close)
         try:
@@ -180,6 +184,8 @@ def connect_store(settings: Settings, metrics: Metrics, *, open_s: float = OPEN_
         undo.pop_all()
     metrics.add_breaker(lambda: store.is_open)
     metrics.add_codes(store.codes)
+    if shows is not None:
+        metrics.add_tiers(shows.tier_states)
     return store
 
 
@@ -241,40 +247,88 @@ time (1 / 51). A `room` of 0.3 s is the longest that is still called at each int
 """
 
 
+class _RoomMetrics(NamedTuple):
+    """The metrics of one room: gauges and a counter."""
+
+    used: Shown
+    capacity: Shown
+    evictions: Shown
+
+    def show(self, room: Room, num_new_evictions: int) -> None:
+        self.used.set(room.used_bytes or 0)
+        self.capacity.set(room.capacity_bytes or 0)
+        self.evictions.inc(num_new_evictions)
+
+
+class _RoomSource:
+    """A store that tells its room, and the metrics that show it."""
+
+    def __init__(self, store: TellsRoom, metrics: Sequence[_RoomMetrics]) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._num_evicted: int | None = None
+
+    def read(self) -> Room:
+        """Asks the store for its room, and sets the metrics. Raises StoreError."""
+        room = self._store.room()
+        now = room.num_evicted
+        before = now if self._num_evicted is None else self._num_evicted
+        num_new = 0 if now is None or before is None else max(0, now - before)
+        for each in self._metrics:
+            each.show(room, num_new)
+        self._num_evicted = before if now is None else now
+        return room
+
+
 class RoomWatch:
     """Asks a store for its room every `interval_s`, on a thread of its own; sets the metrics.
 
+    So it does with each lower tier, on one more thread for each, because a tier may hang.
     If `room` takes long, the thread asks less often: see `_IDLE_FACTOR`.
     A store that cannot tell its room gets no thread. After an error the metrics keep their numbers.
     It also keeps `GuardedStore.lasting_problem` up to date, and logs such a problem once.
     """
 
     def __init__(self, store: Store, metrics: Metrics, interval_s: float = 15.0) -> None:
-        self._store = store.optional(TellsRoom)
         self._guard = guard_of(store)
-        self._metrics = metrics
         self._interval_s = interval_s
-        self._num_evicted: int | None = None
-        self._thread = Ticker("pdstore-room", self._turn) if self._store else None
+        shown = [
+            _RoomMetrics(
+                metrics.store_used_bytes, metrics.store_capacity_bytes, metrics.store_evictions
+            )
+        ]
+        below: list[_RoomSource] = []
+        shows = store.optional(ShowsTiers)
+        for name, tells in shows.tier_rooms().items() if shows is not None else ():
+            of_tier = _RoomMetrics(
+                metrics.tier_used_bytes.labels(name),
+                metrics.tier_capacity_bytes.labels(name),
+                metrics.tier_evictions.labels(name),
+            )
+            if is_first_tier(name):  # the whole store tells the room of its first tier
+                shown.append(of_tier)
+            else:
+                below.append(_RoomSource(tells, [of_tier]))
+        whole = store.optional(TellsRoom)
+        turns = [partial(self._turn, source, is_whole=False) for source in below]
+        if whole is not None:
+            turns.append(partial(self._turn, _RoomSource(whole, shown), is_whole=True))
+        self._threads = [Ticker("pdstore-room", turn) for turn in turns]
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stops the thread."""
-        if self._thread is not None:
-            self._thread.stop(timeout_s)
+        """Stops the threads."""
+        deadline = Deadline(timeout_s)
+        for thread in self._threads:
+            thread.stop(0.0)
+        for thread in self._threads:
+            thread.stop(deadline.remaining_s())
 
-    def _turn(self) -> float:
-        assert self._store is not None
-        metrics = self._metrics
+    def _turn(self, source: _RoomSource, *, is_whole: bool) -> float:
         started_at = time.monotonic()
         with contextlib.suppress(StoreError):  # calls of jobs will report the error
-            room = self._store.room()
-            self._keep_problem(room.problem)
-            metrics.store_used_bytes.set(room.used_bytes or 0)
-            metrics.store_capacity_bytes.set(room.capacity_bytes or 0)
-            if room.num_evicted is not None:
-                before = room.num_evicted if self._num_evicted is None else self._num_evicted
-                metrics.store_evictions.inc(max(0, room.num_evicted - before))
-                self._num_evicted = room.num_evicted
+            room = source.read()
+            if is_whole:
+                self._keep_problem(room.problem)
         return max(self._interval_s, _IDLE_FACTOR * (time.monotonic() - started_at))
 
     def _keep_problem(self, problem: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 from pdstore.errors import (
     BadValue,
+    Direction,
     StoreClosed,
     StoreDenied,
     StoreError,
@@ -20,7 +21,7 @@ from pdstore.errors import (
     ValueRefused,
 )
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.metrics import Metrics
+from pdstore.metrics import CallMetrics, Metrics
 from pdstore.store.base import Store, num_done_of
 from pdstore.store.transfer import Moved
 from pdstore.store.wrappers import HookedStore, WrapperStore
@@ -35,7 +36,7 @@ _QUICK_S = 0.02
 _PROBE_TIMEOUT_S = 0.1  # a probe without an answer after this time shows that the store hangs
 OPEN_S = 1.0
 """Seconds between two probes of an open breaker: a short time, as a probe is only one call."""
-_DIRECTION = {"get": "load", "put": "save"}
+_DIRECTION = {"get": Direction.LOAD, "put": Direction.SAVE}
 
 
 class GuardedStore(HookedStore):
@@ -66,7 +67,7 @@ class GuardedStore(HookedStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(store)
-        self._metrics = metrics
+        self._calls = CallMetrics(metrics)
         self._failures = failures
         self._open_s = open_s
         self._clock = clock
@@ -98,6 +99,10 @@ class GuardedStore(HookedStore):
     def _is_probe_late(self) -> bool:
         probed_at = self._probed_at
         return probed_at is not None and self._clock() - probed_at > _PROBE_TIMEOUT_S
+
+    def count_in(self, calls: CallMetrics) -> None:
+        """Counts all later calls in these metrics, as those of one of several tiers."""
+        self._calls = calls
 
     def doubt(self) -> None:
         """Starts a probe because calls of other processes timed out. Any thread may call it.
@@ -145,7 +150,7 @@ class GuardedStore(HookedStore):
                     raise
                 self._measure(verb, began_at, moved.error)
                 if moved.num_bytes:
-                    self._metrics.bytes.labels(_DIRECTION[verb]).inc(moved.num_bytes)
+                    self._calls.add_bytes(_DIRECTION[verb], moved.num_bytes)
                 if isinstance(moved.error, StoreFull):
                     self._keep_error(moved.error, 0.0)
                 elif self.problem is not None and (not self._is_full or verb == "put"):
@@ -215,8 +220,7 @@ class GuardedStore(HookedStore):
 
     def _measure(self, verb: str, began_at: float, error: StoreError | None) -> None:
         outcome = "ok" if error is None else type(error).__name__
-        self._metrics.store_calls.labels(verb, outcome).inc()
-        self._metrics.store_seconds.labels(verb).observe(self._clock() - began_at)
+        self._calls.call_ended(verb, outcome, self._clock() - began_at)
 
 
 def _key_of(error: StoreError, keys: Sequence[BlockKey]) -> BlockKey:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
+from pdstore.metrics import Metrics, TierState
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store
 
@@ -280,6 +281,20 @@ class FindsAgain(Protocol):
 
 
 @runtime_checkable
+class ShowsTiers(Protocol):
+    """A store that consists of several tiers, and tells about each of them to metrics and pages."""
+
+    def tier_states(self) -> Sequence[TierState]:
+        """Returns the present state of each tier, the fastest first. Does no I/O."""
+
+    def tier_rooms(self) -> Mapping[str, TellsRoom]:
+        """Returns what tells the room of each tier, by the tier's name; of those that tell it."""
+
+    def count_calls(self, metrics: Metrics) -> None:
+        """Counts all later calls of lower tiers in these metrics."""
+
+
+@runtime_checkable
 class MeetsInTier(Protocol):
     """A store in one tier of which hand-offs meet: all that P hands over is there, and whole."""
 
@@ -302,6 +317,18 @@ def tier_names(store: Store) -> list[str]:
         return []
     schemes = re.findall(r"(?:^| )([a-z][a-z0-9+.-]*)://", store.label)
     return [f"{number} {scheme}" for number, scheme in enumerate(schemes)]
+
+
+def tier_name(number: int, store: Store) -> str:
+    """Returns a tier's number and the scheme of its URL, without any secret: `1 file`."""
+    scheme, mark, _ = store.label.partition("://")
+    return f"{number} {scheme if mark else 'store'}"
+
+
+def tier_states_of(store: Store) -> Sequence[TierState]:
+    """Returns the state of each tier of a store, the fastest first; nothing if it has no tiers."""
+    shows = store.optional(ShowsTiers)
+    return shows.tier_states() if shows is not None else []
 
 
 def tiers_of(store: Store) -> Sequence[Store]:

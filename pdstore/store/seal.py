@@ -23,6 +23,7 @@ from pdstore.store.optional import (
     MeetsInTier,
     OpensTiers,
     Promotes,
+    ShowsTiers,
     TakesAdmission,
     TellsChanges,
     TellsReads,
@@ -59,6 +60,7 @@ class Encrypted(WrapperStore):
     passes = (
         FindsAgain,
         FindsKeys,
+        ShowsTiers,
         TakesAdmission,
         TellsChanges,
         TellsReads,

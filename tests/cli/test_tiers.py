@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
 
+from pdstore.cli.answer import Level
+from pdstore.cli.doctor import check_tiers
 from pdstore.cli.listing import open_pool
 from pdstore.errors import ConfigError
+from pdstore.format.keys import PromptKeys
 from pdstore.settings import read_settings
 from pdstore.store import open_store
+from pdstore.store.file.mount import Mount
 from pdstore.store.optional import ListsValues, tiers_of
 from tests.support.command import run, run_json, save
 
@@ -38,12 +43,37 @@ def test_doctor_tries_each_tier(stack, tmp_path):
     document = run_json("doctor", "--store", stack, PD_TRANSFER_VIA_STORAGE="1")
     said = {each["subject"]: each for each in document["findings"]}
     assert said["round trip"]["level"] == said["tier 1: round trip"]["level"] == "ok"
-    assert said["tier 1"]["said"] == f"file://{tmp_path}/below"
+    options = "each process copies up to 1000 MB/s to it (copy), and a search of it waits up to"
+    assert said["tier 1"]["said"] == f"file://{tmp_path}/below: {options} 100 ms (look)"
+    for subject in ("speed", "tier 1: speed"):
+        assert re.search("every byte is right; find .*, load [0-9.]+ GB/s", said[subject]["said"])
     assert "1.0GiB" in said["tier 1: room"]["said"]
     assert "P and D meet in shm://cli" in said["tiers"]["said"]
     above, below = keys_in(stack)
     assert len(below) == 4, "the blocks of both prompts, and nothing of the trial"
     assert below < above
+
+
+def test_doctor_tells_what_should_change_at_which_tier(tmp_path):
+    urls = f"file://{tmp_path}/above file://{tmp_path}/below?budget=9000TiB&look=50ms"
+    document = run_json("doctor", "--store", urls, PD_TRANSFER_VIA_STORAGE="1")
+    said = {each["subject"]: each for each in document["findings"]}
+    assert "are on one file system" in said["tiers: one disk"]["said"]
+    assert said["tiers: one disk"]["level"] == "warn"
+    assert said["tier 1: budget"]["level"] == "warn"
+    assert "waits up to 50 ms (look)" in said["tier 1"]["said"]
+    told = [each for each in document["findings"] if each["subject"] == "tier 1: budget"]
+    assert len(told) == 1, "told once, for its own tier"
+
+
+@pytest.mark.misconfiguration("a disk of each host below a first tier that hosts share")
+def test_doctor_tells_of_a_hosts_own_directory_below_a_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("pdstore.store.tiers.places.mount_of", lambda path: Mount("xfs", set()))
+    settings = read_settings(store=f"redis://192.0.2.1:1?timeout=0.2 file://{tmp_path}/below")
+    with contextlib.closing(open_store(settings.store, settings)) as store:
+        found = {each.subject: each for each in check_tiers(settings, store, None)}
+    assert "is a directory of this host alone (xfs)" in found["tiers: own directory"].said
+    assert found["tiers: own directory"].level is Level.WARN
 
 
 def test_doctor_names_the_first_tier_as_it_is_called_before_there_is_one(tmp_path):
@@ -83,6 +113,40 @@ def test_ls_and_inspect_see_what_is_only_below(stack, prompts):
     assert {value["key"] for value in listed["values"]} == above
     for key in below:
         assert run_json("inspect", "--store", stack, key)["verdict"] == "right"
+
+
+def test_explain_says_in_which_tier_each_block_is(stack, prompts):
+    keys = prompts[0].store_keys(prompts[0].namespace.parts)
+    ids = ("explain", "--ids", ",".join(map(str, range(40))), "--store", stack)
+    ids += ("--namespace", prompts[0].namespace.hex)
+    first = stack.partition(" ")[0]
+    with contextlib.closing(open_store(first, read_settings())) as arena:
+        arena.remove([keys[1]])
+    said = "→ block 0: in shm:// and file://; block 1: in file://; block 2: in shm://"
+    assert said in run(*ids).out.splitlines()
+    document = run_json(*ids)
+    assert document["tiers"] == ["shm://", "file://"]
+    assert [block["tiers"] for block in document["blocks"]] == [[0, 1], [1], [0]]
+
+
+def test_explain_tells_runs_of_blocks_and_tiers_of_one_scheme_apart(tmp_path, prompts):
+    above, below = (f"file://{tmp_path}/{name}" for name in ("above", "below"))
+    long = PromptKeys(prompts[0].namespace).extend(range(16 * 20))
+    for url, stop in ((above, 12), (below, 20)):
+        with contextlib.closing(open_store(url, read_settings())) as store:
+            save(store, long, stop=stop)
+    ids = ",".join(map(str, range(16 * 20)))
+    lines = run("explain", "--ids", ids, "--store", f"{above} {below}").out.splitlines()
+    assert f"→ blocks 0-11: in {above} and {below}; blocks 12-19: in {below}" in lines
+
+
+def test_explain_of_one_store_names_no_tier(tmp_path, prompts):
+    url = f"file://{tmp_path}/alone"
+    with contextlib.closing(open_store(url, read_settings())) as store:
+        save(store, prompts[0])
+    answer = run_json("explain", "--ids", ",".join(map(str, range(40))), "--store", url)
+    assert answer["tiers"] == []
+    assert all(block["tiers"] == [] for block in answer["blocks"])
 
 
 def test_purge_reaches_each_tier(stack, prompts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pdstore.format.handoff import HandoffId
@@ -10,6 +12,7 @@ from tests.support import redis_gate
 from tests.support.mini_engine_kit import PULL, Gate, ask, hand_over, pd_of, prompt_of, until
 
 LONG = 300
+OF_TIERS = {name for name in METRICS if name.startswith("tier_")}
 
 
 class Seen:
@@ -88,5 +91,22 @@ def test_p_and_d_move_every_metric(open_one, redis_server, monkeypatch):
         one.wait()
     until(lambda: ask(d, prompt_of(40, 300)).wait() and "breaker_open" not in seen.dead)
     every_15_s = "asked for every 15 s: tests/store/test_room_watch.py"
-    assert seen.dead - {"tier_tokens"} == {"store_evictions"}, every_15_s
-    assert "tier_tokens" in seen.dead, "this pool has one store"
+    assert seen.dead - OF_TIERS == {"store_evictions"}, every_15_s
+    assert seen.dead >= OF_TIERS, "this pool has one store"
+
+
+def test_p_and_d_over_tiers_move_every_metric_of_tiers(open_one, redis_server, tmp_path):
+    redis = redis_server("--maxmemory", "64mb")
+    url = f"file://{tmp_path}/above?budget=1GiB {redis.url}"
+    p = open_one("prefill", url)
+    d = open_one("decode", url)
+    seen = Seen(p, d)
+    prompt = prompt_of(LONG)
+    ask(d, prompt, kv_transfer_params=published(p, prompt)).wait()
+    seen.until(*OF_TIERS - {"tier_out", "tier_waiting_bytes", "tier_evictions"})
+    redis.stop()
+    seeds = itertools.count(1)
+    until(lambda: published(p, prompt_of(LONG, next(seeds))) and "tier_out" not in seen.dead)
+    published(p, prompt_of(LONG, 100))
+    seen.until("tier_waiting_bytes")
+    assert seen.dead & OF_TIERS == {"tier_evictions"}, "tests/store/tiers/test_shown.py"

@@ -147,6 +147,37 @@ def test_a_browser_shows_the_handoffs_and_that_the_store_died(open_engine, redis
     assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())
 
 
+@pytest.mark.slow
+@pytest.mark.redis
+@needs_browser
+def test_a_browser_shows_each_tier_and_which_is_left_out(open_engine, redis_server, tmp_path):
+    redis = redis_server()
+    with redis.client() as client:
+        client.config_set("requirepass", "secret-word")
+    below = f"redis://:secret-word@127.0.0.1:{redis.port}/0?timeout=0.5&copy=1GB/s"
+    store = f"memory://shown?budget=64MiB file://{tmp_path}/below?budget=1GiB {below}"
+    d = open_engine(pd=pd_of("both", store, status_port=0))
+    url = d.adapter.reporting.url
+
+    def last_tier():
+        return get(f"{url}/pdstore").json()["tiers"][-1]
+
+    ask(d, prompt_of(100, 1)).wait()
+    until(lambda: last_tier()["copies"].get("copied"))
+    page = shown(url, tmp_path)
+    for label in ("0: memory://shown", f"1: file://{tmp_path}/below", "2: redis://"):
+        assert label in page
+    assert " of 1.1 GB" in page
+    assert page.count(" copied</td>") == 2
+    assert "left out" not in page.partition("<script>")[0]
+    redis.stop()
+    seeds = iter(range(2, 1000))
+    until(lambda: ask(d, prompt_of(100, next(seeds))).wait() and last_tier()["is_out"])
+    page = shown(url, tmp_path)
+    assert "left out until it answers" in page.partition("<script>")[0]
+    assert "secret-word" not in page + json.dumps(get(f"{url}/pdstore").json())
+
+
 @pytest.mark.misconfiguration("one URL for two places, as `redis://127.0.0.1` on two hosts")
 def test_doctor_compares_the_pools_and_namespaces_of_instances(open_engine, tmp_path):
     store = f"file://{tmp_path}/pool"

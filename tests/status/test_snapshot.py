@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdstore.errors import Reason
 from pdstore.format.keys import Namespace, Part
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, TierState
 from pdstore.settings import read_settings
 from pdstore.status.server import settings_of, snapshot
 from pdstore.telemetry.request_record import Journal
@@ -18,6 +19,7 @@ class Cache(NamedTuple):
     namespace: Namespace
     pool_id: bytes | None = None
     lease_s: float = 10.0
+    tiers: Sequence[TierState] = ()
 
 
 CACHE = Cache(Namespace({"weights": "w"}, (Part(0, 0),), block_tokens=16))
@@ -49,3 +51,31 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     assert said["namespace"] == {"hex": CACHE.namespace.hex, "fields": {"weights": '"w"'}}
     assert set(said["reasons"]) == {"lost"}
     assert said["requests"][0]["request_id"] == "r-1"
+    assert said["tiers"] == []
+
+
+def test_a_snapshot_tells_of_each_tier_what_all_processes_count():
+    first = TierState("0 shm", "shm://pool")
+    below = TierState("1 file", "file:///nvme", "the tier file:///nvme is left out", 5, {"lost": 1})
+    scheduler, worker = Metrics(), Metrics()
+    scheduler.add_tiers(lambda: [first, below])
+    worker.add_tiers(lambda: [first, TierState("1 file", "file:///nvme", None, 7, {"copied": 4})])
+    worker.tier_calls.labels("1 file", "put", "ok").inc(4)
+    worker.tier_calls.labels("1 file", "get", "StoreTimeout").inc()
+    worker.tier_bytes.labels("1 file", "save").inc(4096)
+    for name, used in (("0 shm", 60), ("1 file", 70)):
+        scheduler.tier_used_bytes.labels(name).set(used)
+        scheduler.tier_capacity_bytes.labels(name).set(100)
+    scheduler.tier_evictions.labels("0 shm").inc(3)
+    cache = CACHE._replace(tiers=[first, below])
+    registries = [scheduler.registry, worker.registry]
+    taken = snapshot(read_settings(), cache, registries, Journal(), lambda: None)
+    shm, file = json.loads(json.dumps(taken))["tiers"]
+    assert (shm["name"], shm["store"], shm["is_out"]) == ("0 shm", "shm://pool", False)
+    assert (shm["used_bytes"], shm["capacity_bytes"], shm["num_evicted"]) == (60, 100, 3)
+    assert (shm["waiting_bytes"], shm["copies"], shm["calls"]) == (None, {}, {})
+    assert (file["is_out"], file["problem"]) == (True, below.problem)
+    assert (file["used_bytes"], file["waiting_bytes"]) == (70, 12)
+    assert file["copies"] == {"copied": 4, "lost": 1}
+    assert file["calls"] == {"put|ok": 4, "get|StoreTimeout": 1}
+    assert file["bytes"] == {"save": 4096}

@@ -14,10 +14,11 @@ from pdstore.store.admission import Admission
 from pdstore.store.base import FRESH_S
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import TellsTiers
+from pdstore.store.optional import TellsTiers, tier_states_of
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
+from tests.store.tiers.conftest import copies_of
 from tests.support.arena_kit import SpiedArena, place_of
 from tests.support.kv import BLOCK_BYTES, POISON
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
@@ -84,8 +85,8 @@ def test_each_part_of_a_block_goes_down(instance, store, files, changes):
     p = instance(range_bytes=BLOCK_BYTES, **changes)
     keys = saved(p, store)
     assert files.which_stored(keys) == [True] * len(keys)
-    counts = store.codes()
-    assert (counts["tier1_copied"] >= len(keys), counts["tier1_lost"]) == (True, 0)
+    _, below = tier_states_of(store)
+    assert (below.copies["copied"] >= len(keys), below.copies["lost"]) == (True, 0)
 
 
 def test_the_bytes_below_are_those_of_the_arena(p, store, arena, files):
@@ -152,7 +153,7 @@ def test_a_damaged_value_above_is_loaded_from_below_and_promoted(
     assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
     assert_loaded(p, d, NUM_TOKENS)
     assert get(arena, keys, [SIZE] * BLOCKS) == get(files, keys, [SIZE] * BLOCKS)
-    assert store.codes()["tier0_wrong"] == store.codes()["tier1_promoted"] == len(damaged)
+    assert copies_of(store, 0)["wrong"] == copies_of(store)["promoted"] == len(damaged)
 
 
 def test_a_damaged_value_above_is_removed_there_alone(p, d, store, arena, files, monkeypatch):
@@ -213,8 +214,7 @@ def test_through_staging_too_a_damaged_value_is_loaded_from_below(instance, stag
     assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
     assert_loaded(p, d, NUM_TOKENS)
     assert get(above, keys, [SIZE] * BLOCKS) == get(files, keys, [SIZE] * BLOCKS)
-    counts = stack.codes()
-    assert (counts["tier0_wrong"], counts["tier1_promoted"]) == (4, 4)
+    assert (copies_of(stack, 0)["wrong"], copies_of(stack)["promoted"]) == (4, 4)
 
 
 def test_an_arena_full_of_leases_stays_as_it_is_and_the_load_is_whole(
@@ -275,7 +275,7 @@ def test_what_others_wait_for_enters_the_first_tier_and_may_be_refused_below(
     assert arena.match(store_keys) == (3 if is_awaited else 0)
     assert below.match(store_keys) == 0
     assert asked
-    assert stack.codes()["tier1_not_admitted"] == (3 if is_awaited else 0)
+    assert copies_of(stack).get("not_admitted", 0) == (3 if is_awaited else 0)
 
 
 def test_a_p_that_only_hands_off_learns_which_blocks_it_found_and_which_are_new(

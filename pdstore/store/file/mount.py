@@ -17,6 +17,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _NFS = frozenset({"nfs", "nfs4"})
 _OF_OTHERS = ("cifs", "smb3", "9p", "virtiofs", "fuse")  # clients that keep names for a while
 _LOOKS_ALWAYS = frozenset({"lookupcache=none", "lookupcache=positive", "lookupcache=pos"})
+_OF_ONE_HOST = frozenset({"ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"})
 _OCTAL = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks, tabs and backslashes so
 _ELSEWHERE = "/proc/self/status"  # a file on another mount than any pool
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -36,6 +37,11 @@ class Mount(NamedTuple):
 
     kind: str
     options: frozenset[str]
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """True for a type that only one host mounts; another host may get its files by a server."""
+        return self.kind in _OF_ONE_HOST
 
     @property
     def remembers_misses(self) -> bool:

@@ -3,12 +3,13 @@
 # Decision: docs/decisions/045-renewed-lookups.md
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store
 from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers.found import Whereabouts
+from pdstore.store.tiers.search import TierSearch
 
 
 class Again:
@@ -19,21 +20,18 @@ class Again:
 
     tiers: the stores, the fastest first.
     found: where values were found.
-    which_in: returns which keys the tier of a number has.
-    match_in: matches leading keys in the tier of a number.
+    search: finds and leases keys in one tier.
     """
 
     def __init__(
         self,
         tiers: Sequence[Store],
         found: Whereabouts,
-        which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]],
-        match_in: Callable[[int, Sequence[BlockKey]], int],
+        search: TierSearch,
     ) -> None:
         self._tiers = tiers
         self._found = found
-        self._which_in = which_in
-        self._match_in = match_in
+        self._search = search
         self._can_search = tiers[0].optional(FindsKeys) is not None
 
     @property
@@ -43,21 +41,21 @@ class Again:
 
     def match_again(self, keys: Sequence[BlockKey]) -> int:
         """Matches each key in the first tier, or else in the lower tier where it was found last."""
-        num_above = self._match_in(0, keys)
+        num_above = self._search.match_in(0, keys)
         rest = keys[num_above:]
         places = self._places_of(rest)
         end = len(places)
         for number in range(len(self._tiers)):
             here = [i for i in range(end) if places[i] == number]
             if here:
-                num_found = self._match_in(number, [rest[i] for i in here])
+                num_found = self._search.match_in(number, [rest[i] for i in here])
                 end = here[num_found] if num_found < len(here) else end
         return num_above + end
 
     def which_again(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Returns which keys the first tier has, or were found in a lower tier."""
         lower = self._found.which_tier(keys)
-        above = self._which_in(0, keys)
+        above = self._search.which_in(0, keys)
         return [is_above or number > 0 for is_above, number in zip(above, lower, strict=True)]
 
     def _places_of(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -68,7 +66,7 @@ class Again:
         lower = self._found.which_tier(keys)
         above: Sequence[bool] = [i > 0 and number == 0 for i, number in enumerate(lower)]
         if self._can_search:  # else the match of these tells which of them are there
-            above = self._which_in(0, keys)
+            above = self._search.which_in(0, keys)
         is_nowhere = (i for i in range(len(keys)) if not above[i] and not lower[i])
         end = next(is_nowhere, len(keys))
         return [0 if above[i] else lower[i] for i in range(end)]

@@ -91,6 +91,11 @@ class Copier:
             "not_admitted": self._queue.num_not_admitted,
         }
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of the values that wait for their copies."""
+        return self._queue.num_bytes
+
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Queues the keys of one put, with the lengths of their values."""
         self._queue.add(keys, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, Kind, kind_of
 
 _MOST_KEYS = 1 << 17
 """Keys that are remembered, each in about 250 bytes: more than all waiting requests have found."""
@@ -84,3 +84,8 @@ class Whereabouts:
 def _shorten(known: dict[BlockKey, int], most_keys: int) -> None:
     while len(known) > most_keys:
         del known[next(iter(known))]
+
+
+def is_for_all_tiers(key: BlockKey) -> bool:
+    """True for a block; tails, markers, beats and the pool's id are in the first tier alone."""
+    return kind_of(key) is Kind.BLOCK

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pdstore.errors import BadValue, StoreClosed, StoreError, StoreTimeout, StoreUnavailable
 from pdstore.format.keys import POOL_ID_KEY, BlockKey
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, TierState
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.guard import GuardedStore, problem_of
 from pdstore.store.optional import EvictsByUse
@@ -64,7 +64,7 @@ class LowerTier:
         limits: Limits,
         is_right: Callable[[memoryview], bool],
     ) -> None:
-        self.store = GuardedStore(store, Metrics())  # its calls are no calls of the whole pool
+        self.store = GuardedStore(store, Metrics())  # until `count_in` names others
         self._by_use = self.store.optional(EvictsByUse)
         self._look_s = limits.look_s
         self._change_s = max(limits.look_s, REMOVE_S)
@@ -93,6 +93,11 @@ class LowerTier:
             return None
         why = (problem_of(self.store) if self.store.is_open else None) or "a call takes too long"
         return f"the tier {self.store.label} is left out until it answers: {why}"
+
+    def state(self, name: str, copies: Mapping[str, int]) -> TierState:
+        """Returns the tier's present state, under a name and with these counts."""
+        waiting = self.copier.num_waiting_bytes
+        return TierState(name, self.store.label, self.problem, waiting, copies)
 
     def look(self, search: Callable[[], A], otherwise: A) -> A:
         """Searches the tier; returns `otherwise` if it is out, fails, or takes too long."""

@@ -9,7 +9,8 @@ from typing import TypeVar
 from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.geometry import Geometry
-from pdstore.format.keys import BlockKey, Kind, Part, kind_of
+from pdstore.format.keys import BlockKey, Part
+from pdstore.metrics import CallMetrics, Metrics, TierState
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, num_done_of
 from pdstore.store.optional import (
@@ -25,6 +26,7 @@ from pdstore.store.optional import (
     Promotes,
     Room,
     ServerDoubt,
+    ShowsTiers,
     StoredValue,
     TakesAdmission,
     TellsChanges,
@@ -32,9 +34,14 @@ from pdstore.store.optional import (
     TellsReads,
     TellsRoom,
     TellsTiers,
+    tier_name,
 )
 from pdstore.store.tiers.again import Again
-from pdstore.store.tiers.found import Whereabouts
+from pdstore.store.tiers.found import Whereabouts, is_for_all_tiers
+from pdstore.store.tiers.lower import LowerTier
+from pdstore.store.tiers.promotion import Promotion, Put
+from pdstore.store.tiers.reader import TierReader
+from pdstore.store.tiers.search import TierSearch
 from pdstore.store.transfer import Moved, MovesValues, Transfer, TransferContext
 from pdstore.store.wrappers import WrapperStore
 
@@ -46,34 +53,69 @@ P = TypeVar("P")
 class Stack:
     """The parts of a TieredStore that its optional calls use.
 
-    tiers: the stores, the fastest first.
-    found: where values were found.
-    read: from where values were read.
-    which_in: returns which keys the tier of a number has.
-    read_in, remove_in: read values in the tier of a number, and remove wrong ones there.
-    oldest_in: what `EvictsByUse.oldest_age_s` says of the tier of a number.
-    use_admission, promote: as in `TakesAdmission` and `Promotes`.
-    match_in: matches leading keys in the tier of a number.
+    first, lower: the first tier's store, and the lower tiers.
+    found, was_read: where values were found, and from where they were read.
+    search: finds and leases keys in one tier.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
-    problems: returns for each lower tier why it is out, or None.
     """
 
-    tiers: Sequence[Store]
+    first: Store
+    lower: Sequence[LowerTier]
     found: Whereabouts
-    read: Whereabouts
-    which_in: Callable[[int, Sequence[BlockKey]], Sequence[bool]]
-    read_in: Callable[[int, Sequence[BlockKey], Slots], tuple[int, StoreError | None]]
-    remove_in: Callable[[int, Sequence[BlockKey]], None]
-    oldest_in: Callable[[int, Sequence[int]], float | None]
-    use_admission: Callable[[Admission], None]
-    promote: Callable[..., None]
-    match_in: Callable[[int, Sequence[BlockKey]], int]
+    was_read: Whereabouts
+    search: TierSearch
+    reader: TierReader
+    promotion: Promotion
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
-    problems: Callable[[], Sequence[str | None]]
+
+    @property
+    def tiers(self) -> Sequence[Store]:
+        """The stores of all tiers, as in `HasTiers`."""
+        return [self.first, *(tier.store for tier in self.lower)]
+
+    def use_admission(self, admission: Admission) -> None:
+        """Lets an admission decide what is copied, as `TakesAdmission` does."""
+        self.promotion.admission = admission
+        for tier in self.lower:
+            tier.copier.admission = admission
+
+    def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
+        """Puts values that were found below into the first tier, as `Promotes` does."""
+        self.promotion.promote(keys, slots, put)
+
+    def tier_states(self) -> Sequence[TierState]:
+        """Returns the present state of each tier, as `ShowsTiers` does."""
+        first, *names = self._names
+        states = [TierState(first, self.first.label, copies=self._copies_in(0))]
+        for number, (name, tier) in enumerate(zip(names, self.lower, strict=True), start=1):
+            states.append(tier.state(name, self._copies_in(number)))
+        return states
+
+    def tier_rooms(self) -> Mapping[str, TellsRoom]:
+        """Returns what tells the room of each tier that tells it, as `ShowsTiers` does."""
+        rooms = zip(self._names, (store.optional(TellsRoom) for store in self.tiers), strict=True)
+        return {name: room for name, room in rooms if room is not None}
+
+    def count_calls(self, metrics: Metrics) -> None:
+        """Counts all later calls of lower tiers in these metrics, as `ShowsTiers` does."""
+        for name, tier in zip(self._names[1:], self.lower, strict=True):
+            tier.store.count_in(CallMetrics(metrics, name))
+
+    def _copies_in(self, number: int) -> Mapping[str, int]:
+        """Returns what became of copies to and from the tier of a number, by their outcome."""
+        counts = {"wrong": self.reader.num_wrong.get(number, 0)}
+        if number == 0:
+            return counts
+        promoted = self.promotion.counts[number]
+        return {**self.lower[number - 1].copier.counts, "promoted": promoted, **counts}
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return [tier_name(number, store) for number, store in enumerate(self.tiers)]
 
     def meeting_store(self) -> Store:
         """Returns the first tier's store, as `MeetsInTier` does."""
-        return self.tiers[0]
+        return self.first
 
     def tier_stores(self) -> Sequence[Store]:
         """Returns a store for each tier, as `OpensTiers` does."""
@@ -89,29 +131,24 @@ class _Tier(WrapperStore):
         self._number = number
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
-        num_read, error = self._stack.read_in(self._number, keys, slots)
+        num_read, error = self._stack.reader.read_in(self._number, keys, slots)
         if error is not None:
             error.num_done = num_read
             raise error
         return num_read
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._stack.remove_in(self._number, keys)
-
-
-def is_for_all_tiers(key: BlockKey) -> bool:
-    """True for a block; tails, markers, beats and the pool's id are in the first tier alone."""
-    return kind_of(key) is Kind.BLOCK
+        self._stack.reader.remove_in(self._number, keys)
 
 
 def optional_of(stack: Stack, protocol: type) -> object | None:
     """Returns an object with a protocol's calls for all tiers; None if the tiers lack them."""
-    if protocol in (HasTiers, MeetsInTier, OpensTiers, TakesAdmission, Promotes):
+    if protocol in (HasTiers, MeetsInTier, OpensTiers, TakesAdmission, Promotes, ShowsTiers):
         return stack
     if protocol is TellsTiers:
         return stack.found
     if protocol is TellsChanges:  # what callers wait for is in the first tier
-        return stack.tiers[0].optional(protocol)
+        return stack.first.optional(protocol)
     make = _MAKERS.get(protocol)
     return make(stack) if make is not None else None
 
@@ -120,11 +157,11 @@ class _Reads:
     """TellsReads: what the tiers below the first were read for, and no copy of values."""
 
     def __init__(self, stack: Stack) -> None:
-        self.which_read = stack.read.which_tier
+        self.which_read = stack.was_read.which_tier
 
 
 def _again(stack: Stack) -> FindsAgain:
-    return Again(stack.tiers, stack.found, stack.which_in, stack.match_in)
+    return Again(stack.tiers, stack.found, stack.search)
 
 
 def _in_each(stack: Stack, protocol: type[P]) -> list[P] | None:
@@ -140,12 +177,12 @@ class _Finder:
         self._stack = stack
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
-        found = list(self._stack.which_in(0, keys))
+        found = list(self._stack.search.which_in(0, keys))
         for number in range(1, len(self._stack.tiers)):
             rest = [i for i in range(len(keys)) if not found[i] and is_for_all_tiers(keys[i])]
             if not rest:
                 break
-            answers = self._stack.which_in(number, [keys[i] for i in rest])
+            answers = self._stack.search.which_in(number, [keys[i] for i in rest])
             for i, is_there in zip(rest, answers, strict=True):
                 found[i] = is_there
         return found
@@ -188,12 +225,12 @@ class _Room:
 
     def room(self) -> Room:
         room = self._inner.room()
-        problems = [room.problem, *self._stack.problems()]
+        problems = [room.problem, *(tier.problem for tier in self._stack.lower)]
         return room._replace(problem=next(filter(None, problems), None))
 
 
 def _room(stack: Stack) -> TellsRoom | None:
-    inner = stack.tiers[0].optional(TellsRoom)
+    inner = stack.first.optional(TellsRoom)
     return _Room(stack, inner) if inner is not None else None
 
 
@@ -208,7 +245,7 @@ class _ByUse:
         self._first = first
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
-        return self._stack.oldest_in(len(self._stack.tiers) - 1, sizes)
+        return self._stack.lower[-1].oldest_age_s(sizes)
 
     def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:
         return self._first is not None and self._first.make_room(keys, sizes)
@@ -219,7 +256,7 @@ class _ByUse:
 
 
 def _by_use(stack: Stack) -> EvictsByUse | None:
-    first = stack.tiers[0].optional(EvictsByUse)
+    first = stack.first.optional(EvictsByUse)
     last = stack.tiers[-1].optional(EvictsByUse)
     return _ByUse(stack, first) if first is not None or last is not None else None
 
@@ -286,7 +323,7 @@ class _CallsSeen:
         if moved.error is None:  # after this error the save is made again
             self._copy_down(verb, keys)
         if verb == "get" and moved.num_values:
-            self._stack.read.note(0, keys)
+            self._stack.was_read.note(0, keys)
         return moved
 
     def _copy_down(self, verb: str, keys: Sequence[BlockKey]) -> None:
@@ -301,7 +338,7 @@ class _CallsSeen:
 
 
 def _mover(stack: Stack) -> MovesValues | None:
-    inner = stack.tiers[0].optional(MovesValues)
+    inner = stack.first.optional(MovesValues)
     return _Mover(stack, inner) if inner is not None else None
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pdstore.errors import BadValue, StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store, count_of, num_done_of
-from pdstore.store.tiers.found import Whereabouts
+from pdstore.store.tiers.found import Whereabouts, is_for_all_tiers
 from pdstore.store.tiers.lower import LowerTier
-from pdstore.store.tiers.offers import is_for_all_tiers
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from functools import partial
 from itertools import compress
 from typing import cast
 
-from pdstore.errors import ConfigError, StoreError
+from pdstore.errors import StoreError
 from pdstore.format import block
 from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
-from pdstore.store.admission import Admission
 from pdstore.store.base import (
     Lifecycle,
     P,
@@ -24,16 +23,16 @@ from pdstore.store.base import (
     count_of,
     log_once,
     num_done_of,
-    stored_among,
 )
 from pdstore.store.connect import check_url, open_store, place_of
-from pdstore.store.optional import FindsKeys
-from pdstore.store.tiers.found import Whereabouts
+from pdstore.store.tiers.found import Whereabouts, is_for_all_tiers
 from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
-from pdstore.store.tiers.offers import Stack, is_for_all_tiers, optional_of
+from pdstore.store.tiers.offers import Stack, optional_of
+from pdstore.store.tiers.places import check_places, place_doubts, without_limits
 from pdstore.store.tiers.promotion import Promotion
 from pdstore.store.tiers.reader import TierReader
-from pdstore.store.url import Place, Reach, StoreURL
+from pdstore.store.tiers.search import TierSearch
+from pdstore.store.url import Place, StoreURL
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ _PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
 _MOST_READ = 1 << 15  # keys, of running loads: each asks after a copy where its values were read
 _CLOSE_S = 0.5  # for the copies that are under way
 _CLOSE_LOWER_S = 0.3
-_REACHES = (Reach.PROCESS, Reach.HOST, Reach.SHARED)
 
 
 def is_whole(value: memoryview) -> bool:
@@ -85,30 +83,25 @@ class TieredStore(Store):
             for store, each in zip(others, of_lower, strict=True)
         ]
         self.tiers = [first, *(tier.store for tier in self.lower)]
-        self._finders = [store.optional(FindsKeys) for store in self.tiers]
-        self._found = Whereabouts()
-        self._read = Whereabouts(_MOST_READ)
+        self._found, was_read = Whereabouts(), Whereabouts(_MOST_READ)
+        self._search = TierSearch(first, self.lower, self._found)
         self._promotion = Promotion(first, self._found)
-        self._reader = TierReader(first, self.lower, self._found, self._read, self._have)
+        self._reader = TierReader(first, self.lower, self._found, was_read, self._search.have)
         self._stack = Stack(
-            self.tiers,
+            first,
+            self.lower,
             self._found,
-            self._read,
-            self.which_in,
-            self._reader.read_in,
-            self._reader.remove_in,
-            lambda number, sizes: self.lower[number - 1].oldest_age_s(sizes),
-            self.use_admission,
-            self._promotion.promote,
-            self._match_in,
+            was_read,
+            self._search,
+            self._reader,
+            self._promotion,
             self.copy_down,
-            problems=lambda: [tier.problem for tier in self.lower],
         )
         self._lifecycle = Lifecycle(self.label)
 
     @classmethod
     def open(cls, url: StoreURL, settings: Settings) -> TieredStore:
-        _check_tiers(url, settings)
+        check_places(url, settings)
         first, *others = url.tiers
         limits = [Limits.of(each) for each in others]
         urls = [first.text, *(each.inner("") for each in others)]
@@ -123,13 +116,15 @@ class TieredStore(Store):
             for each, of in zip(others, limits, strict=True)
         )
         log_once(log, f"P and D meet in {first.label}; blocks are copied down to {limit}")
+        for doubt in place_doubts(url, settings):
+            log_once(log, f"{doubt.said}: {doubt.remedy}", logging.WARNING)
         if settings.seal_key_file is None:
             return cls(stores, limits)
         return cls(stores, limits, is_right=lambda _: True)  # sealed values are verified at a load
 
     @classmethod
     def check(cls, url: StoreURL, settings: Settings) -> None:
-        _check_tiers(url, settings)
+        check_places(url, settings)
         check_url(url.tiers[0].text, settings)
         for each in url.tiers[1:]:
             Limits.of(each)
@@ -140,7 +135,7 @@ class TieredStore(Store):
         """Returns the place of the first tier, which decides whether P and D meet."""
         first, *others = url.tiers
         found = place_of(first.text, settings)
-        below = tuple(place_of(_without_limits(each), settings) for each in others)
+        below = tuple(place_of(without_limits(each), settings) for each in others)
         trial = found.trial_url
         if trial is not None:
             trial = " ".join([trial, *(each.text for each in others)])
@@ -160,7 +155,7 @@ class TieredStore(Store):
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         self._lifecycle.enter(keys)
-        return self._match(0, keys)
+        return self._search.match(0, keys)
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
@@ -216,25 +211,6 @@ class TieredStore(Store):
         if failed:
             raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
 
-    def use_admission(self, admission: Admission) -> None:
-        """Lets an admission decide what is copied down and what is promoted."""
-        self._promotion.admission = admission
-        for tier in self.lower:
-            tier.copier.admission = admission
-
-    def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
-        finder = self._finders[number]
-        none: set[BlockKey] = set()
-        if finder is None:
-            return [False] * len(keys)
-
-        def search() -> set[BlockKey]:
-            return stored_among(finder.which_stored(keys), keys, self.tiers[number])
-
-        stored = self.lower[number - 1].look(search, none) if number else search()
-        return [key in stored for key in keys]
-
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
         deadline = Deadline(timeout_s)
@@ -247,16 +223,10 @@ class TieredStore(Store):
         return self.first.why_too_long(num_bytes)
 
     def codes(self) -> Mapping[str, int]:
-        """Returns the codes of all tiers, each lower tier's copies by outcome, and wrong values."""
+        """Returns the codes of all tiers."""
         total: Counter[str] = Counter()
         for store in self.tiers:
             total.update(store.codes())
-        for number, tier in enumerate(self.lower, start=1):
-            for outcome, count in tier.copier.counts.items():
-                total[f"tier{number}_{outcome}"] += count
-            total[f"tier{number}_promoted"] += self._promotion.counts[number]
-        for number, count in self._reader.num_wrong.items():
-            total[f"tier{number}_wrong"] += count
         return total
 
     def optional(self, protocol: type[P]) -> P | None:
@@ -272,43 +242,6 @@ class TieredStore(Store):
         deadline = Deadline(_CLOSE_LOWER_S)
         for tier in self.lower:
             tier.close(deadline.remaining_s())
-
-    def _match(self, number: int, keys: Sequence[BlockKey]) -> int:
-        """Matches leading keys in the tier of a number and in those below it.
-
-        One search finds the leading keys that this tier has. Of the others, a second search finds
-        which it has, and the next tier is asked for the rest, all in one call.
-        """
-        found = self._match_in(number, keys)
-        if found == len(keys) or number == len(self.lower) or not is_for_all_tiers(keys[found]):
-            return found
-        rest = keys[found:]
-        has = self._have(number, rest)
-        below = [i for i, is_here in enumerate(has) if not is_here]
-        num_below = self._match(number + 1, [rest[i] for i in below])
-        end = below[num_below] if num_below < len(below) else len(has)
-        here = [i for i in range(end) if has[i]]
-        leased = self._match_in(number, [rest[i] for i in here]) if here else 0
-        return found + (here[leased] if leased < len(here) else end)
-
-    def _have(self, number: int, keys: Sequence[BlockKey]) -> list[bool]:
-        """Returns which keys a tier has, up to the first that it lacks and that no other may have.
-
-        The tiers below may keep tails of the time when one of them was a pool by itself.
-        """
-        has = [*self.which_in(number, keys)]
-        ends = (i for i, key in enumerate(keys) if not (has[i] or is_for_all_tiers(key)))
-        return has[: next(ends, len(keys))]
-
-    def _match_in(self, number: int, keys: Sequence[BlockKey]) -> int:
-        store = self.tiers[number]
-
-        def match() -> int:
-            return count_of(store.match(keys), keys, store)
-
-        found = self.lower[number - 1].look(match, 0) if number else match()
-        self._found.note(number, keys[:found])
-        return found
 
     def _in_all_tiers(
         self,
@@ -347,30 +280,3 @@ def _error_of(call: Callable[[], None]) -> StoreError | None:
     except StoreError as error:
         return error
     return None
-
-
-def _without_limits(url: StoreURL) -> str:
-    """Returns the URL of a lower tier as its store knows it. Raises ConfigError."""
-    url = StoreURL.of(url.text)
-    Limits.of(url)
-    return url.inner("")
-
-
-def _check_tiers(url: StoreURL, settings: Settings) -> None:
-    """Raises ConfigError for a lower tier that instances with the same first one may not share.
-
-    Also raises it for a place that two of the tiers name.
-    """
-    first, *others = url.tiers
-    places = [place_of(first.text, settings)]
-    for each in others:
-        place = place_of(_without_limits(each), settings)
-        if _REACHES.index(place.reach) < _REACHES.index(places[0].reach):
-            raise ConfigError(
-                f"{each.label} is for {place.reach.value}, and the first tier, {first.label}, for"
-                f" {places[0].reach.value}: a lower tier must be there for all instances of the"
-                " pool; write the tier of fewer instances first"
-            )
-        if place.path is not None and place.path in [above.path for above in places]:
-            raise ConfigError(f"{each.label} is the place of two tiers: {place.path}; name it once")
-        places.append(place)

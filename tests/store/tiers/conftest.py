@@ -11,6 +11,7 @@ from pdstore.native.library import load_library
 from pdstore.store.arena.store import ArenaStore
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import tier_states_of
 from pdstore.store.tiers.store import TieredStore
 from tests.support.kv import settings_of
 
@@ -49,13 +50,10 @@ def stack(open_tiers, name, tmp_path):
     return open_tiers(MemoryStore(f"memory://{name}"), FileStore(tmp_path / "files"))
 
 
-def copies_of(store):
-    """Returns the copies to the first lower tier by outcome, without those that never happened."""
-    return {
-        code.removeprefix("tier1_"): count
-        for code, count in store.codes().items()
-        if code.startswith("tier1_") and count
-    }
+def copies_of(store, number=1):
+    """Returns the copies to and from a tier by outcome, without those that never happened."""
+    copies = tier_states_of(store)[number].copies
+    return {outcome: count for outcome, count in copies.items() if count}
 
 
 @contextlib.contextmanager

@@ -345,7 +345,7 @@ def test_an_outage_loses_no_copies_and_keeps_their_order(open_tiers, error, num_
     below.error = None
     assert store.flush(20)
     assert inner.which_stored([*one, *other]) == [True] * 8
-    assert store.codes() == {"tier1_copied": 8, "tier1_given_up": 0, "tier1_lost": 0}
+    assert copies_of(store) == {"copied": 8}
 
 
 def test_a_first_tier_that_fails_loses_no_copies(open_tiers):
@@ -371,7 +371,7 @@ def test_values_at_which_a_tier_always_fails_do_not_hold_the_others_up(open_tier
     put_all(store, others)
     assert store.flush(30)
     assert inner.which_stored([*keys, *others]) == [True, False, False, True, True, True]
-    assert store.codes() == {"tier1_copied": 4, "tier1_given_up": 2, "tier1_lost": 0}
+    assert copies_of(store) == {"copied": 4, "given_up": 2}
 
 
 class FailsAt(WrapperStore):

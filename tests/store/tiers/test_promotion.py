@@ -95,7 +95,7 @@ def test_what_lies_in_the_last_of_three_tiers_goes_to_the_first_alone(open_tiers
     load(store, keys)
     assert [each.which_stored(keys) for each in (first, middle)] == [[True] * 3, [True, 0, 0]]
     assert store.optional(TellsTiers).promoted_from(keys) == [1, 2, 2]
-    assert (store.codes()["tier1_promoted"], store.codes()["tier2_promoted"]) == (1, 2)
+    assert [copies_of(store, number)["promoted"] for number in (1, 2)] == [1, 2]
 
 
 def test_what_has_gone_down_again_is_promoted_no_more(open_tiers):
