@@ -10,6 +10,7 @@ import pytest
 
 from pdstore.cli.answer import Level
 from pdstore.cli.doctor import check_tiers
+from pdstore.cli.explained import explain
 from pdstore.cli.listing import open_pool
 from pdstore.errors import ConfigError
 from pdstore.format.keys import PromptKeys
@@ -136,8 +137,8 @@ def test_explain_tells_runs_of_blocks_and_tiers_of_one_scheme_apart(tmp_path, pr
         with contextlib.closing(open_store(url, read_settings())) as store:
             save(store, long, stop=stop)
     ids = ",".join(map(str, range(16 * 20)))
-    lines = run("explain", "--ids", ids, "--store", f"{above} {below}").out.splitlines()
-    assert f"→ blocks 0-11: in {above} and {below}; blocks 12-19: in {below}" in lines
+    shown = explain(f"{above} {below}", ids=ids).shown
+    assert f"→ blocks 0-11: in {above} and {below}; blocks 12-19: in {below}" in shown
 
 
 def test_explain_of_one_store_names_no_tier(tmp_path, prompts):
