@@ -44,6 +44,7 @@ from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, 
 from pdstore.store.seal import seal_store
 from pdstore.store.tiers.lower import Limits
 from pdstore.store.tiers.places import place_doubts
+from pdstore.store.tiers.purges import PurgeWatch, purged_namespaces
 from pdstore.store.url import Place, StoreURL
 from pdstore.worker.mover import check_values_fit
 
@@ -118,7 +119,7 @@ def _opened(settings: Settings, place: Place) -> Iterator[Store]:
 
 def check_tiers(settings: Settings, store: Store, shape: ModelShape | None) -> Iterator[Finding]:
     """Yields findings about the tiers of a store that has several: each lower one is tried."""
-    _, *lower = tiers_of(store)
+    above, *lower = tiers_of(store)
     if not lower:
         return
     url = StoreURL.of(settings.store)  # `store` may be one to try things with
@@ -139,6 +140,19 @@ def check_tiers(settings: Settings, store: Store, shape: ModelShape | None) -> I
         )
         for found in _check_tier(settings, tier, shape):
             yield found._replace(subject=f"tier {number}: {found.subject}")
+        for found in check_purges(above, tier):
+            yield found._replace(subject=f"tier {number}: {found.subject}")
+
+
+def check_purges(first: Store, lower: Store) -> Iterator[Finding]:
+    """Yields a warning for each namespace of which nothing is copied to or from a lower tier."""
+    watch = PurgeWatch(first, lower)
+    with contextlib.suppress(StoreError):  # another finding tells of the error
+        for namespace in sorted(purged_namespaces(first) | purged_namespaces(lower)):
+            sample = watch.sample(namespace)
+            if not (sample.is_quiet or watch.may_adopt(namespace, sample)):
+                remedy = f"run pdstore purge --namespace {namespace} on this host"
+                yield warn("purge", watch.why_refused(namespace, sample), remedy)
 
 
 def _check_tier(settings: Settings, tier: Store, shape: ModelShape | None) -> Iterator[Finding]:

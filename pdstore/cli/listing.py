@@ -18,7 +18,9 @@ from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import (
     DRAFT_DIGITS,
+    PERMANENT,
     POOL_ID_KEY,
+    PURGE_PREFIX,
     BlockKey,
     Json,
     Kind,
@@ -41,6 +43,7 @@ _NUMBER = "([0-9]{1,9})"
 _DRAFT = f"(?:[.]([0-9a-f]{{{DRAFT_DIGITS}}}))?"
 _BLOCK = re.compile(f"pds1:{_HEX}:{_NUMBER}{_DRAFT}:{_NUMBER}:{_HEX}(?::partial:{_NUMBER})?")
 _MARKER = re.compile(f"pds1:{_HEX}:handoff:{_HEX}:{_NUMBER}:[a-z0-9]{{1,20}}")
+_PURGE = re.compile(f"{PURGE_PREFIX}{_HEX}:{_NUMBER}")
 _MAX_BYTES = 4 << 30  # a longer value is not read: it may be a file without end
 _MAX_PARTS = 4096  # no layout has so many, but keys in a pool may name any part
 
@@ -74,7 +77,7 @@ class OpenPool(NamedTuple):
             return None
         if length > _MAX_BYTES:
             raise BadValue(f"it is {size(length)} long, which no value of pdstore's is")
-        if isinstance(self.store, WrapperStore) and kind_of(key) is not Kind.POOL:
+        if isinstance(self.store, WrapperStore) and kind_of(key) not in PERMANENT:
             length -= self.store.added_bytes
         header = None
         if length > 0:
@@ -113,7 +116,7 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
 class StoredKey(NamedTuple):
     """The fields of a key.
 
-    name: a block's prefix hash, or a marker's hand-off id.
+    name: a block's prefix hash, a marker's hand-off id, or a purge number.
     num_tokens: tokens of a tail; None for a whole block, because its key does not say.
     draft: what names the draft model whose KV it is; empty for the model's own.
     """
@@ -139,6 +142,8 @@ class StoredKey(NamedTuple):
         if marker := _MARKER.fullmatch(key):
             namespace, name, shard = marker.groups()
             return cls(Kind.HANDOFF, namespace, 0, int(shard), name)
+        if purge := _PURGE.fullmatch(key):
+            return cls(Kind.PURGE, purge[1], name=purge[2])
         return None
 
 
@@ -182,11 +187,14 @@ class NamespaceUse:
 
 
 def survey(values: Iterable[StoredValue]) -> list[NamespaceUse]:
-    """Counts values by namespace, the largest first. The pool's id is in no namespace."""
+    """Counts values by namespace, the largest first.
+
+    The pool's id is in no namespace. Purge numbers do not count: a purge does not forget them.
+    """
     uses: dict[str, NamespaceUse] = {}
     for value in values:
         key = StoredKey.parsed(value.key)
-        if key is not None and key.namespace:
+        if key is not None and key.kind not in PERMANENT:
             uses.setdefault(key.namespace, NamespaceUse(key.namespace)).add(value, key)
     return sorted(uses.values(), key=lambda use: -use.num_bytes)
 
@@ -195,6 +203,7 @@ _UNREADABLE = {
     Reason.OTHER_SEAL: "sealed with a key that is not in PDSTORE_SEAL_KEY_FILE",
     Reason.FORGED: "damaged or forged: its seal is broken",
 }
+_FOREIGN = "foreign: whole, but of another key, and nobody will use it"
 DIGITS = 12
 """Number of hex digits of a namespace that are shown: enough to tell a pool's namespaces apart."""
 
@@ -288,6 +297,8 @@ def _kind(value: StoredValue) -> str:
 
 def _line(value: StoredValue) -> list[str]:
     _, _, name = value.key.partition(":")
+    if (purge := _PURGE.fullmatch(value.key)) is not None:
+        name = f"{purge[1]}:{purge[2]}"
     namespace, _, rest = name.partition(":")
     shown = [namespace[:DIGITS], rest[:MAX_KEY_CHARS]] if rest else ["", name[:MAX_KEY_CHARS]]
     return [age(value.age_s), size(value.num_bytes), _kind(value), *shown]
@@ -338,13 +349,16 @@ def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
 def _verdict(stored: StoredKey, header: Header | None) -> str:
     if header is None:
         return "missing"
+    if stored.kind is Kind.PURGE:
+        same = header.namespace.hex() == stored.namespace
+        return "right" if same else _FOREIGN
     tokens = header.num_tokens if stored.num_tokens is None else stored.num_tokens
     namespace = digest_in_header(bytes.fromhex(stored.namespace), stored.draft)
     same = stored.kind is Kind.POOL or (
         (header.namespace, header.prefix_hash.hex()) == (namespace, stored.name)
         and (header.group, header.shard, header.num_tokens) == (stored.group, stored.shard, tokens)
     )
-    return "right" if same else "foreign: whole, but of another key, and nobody will use it"
+    return "right" if same else _FOREIGN
 
 
 def _shown(name: str, value: Json) -> str:

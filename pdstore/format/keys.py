@@ -216,6 +216,8 @@ def canonical(value: Json) -> str:
 BlockKey = NewType("BlockKey", str)
 """The name of one value in a store: ASCII text that only `pdstore.format` makes."""
 POOL_ID_KEY = BlockKey("pds1:pool")
+PURGE_PREFIX = "pds1:purge:"
+"""The first characters of the keys of purge numbers, which `prefix_of` a namespace never begins."""
 _INT32 = tuple(code for code in "iIlL" if array(code).itemsize == 4)
 
 Tokens: TypeAlias = Union[Sequence[int], "array[int]", memoryview]
@@ -227,7 +229,12 @@ class Kind(enum.Enum):
     BLOCK = "block"
     TAIL = "tail"
     HANDOFF = "handoff"
-    POOL = "pool"  # never expires
+    POOL = "pool"
+    PURGE = "purge"
+
+
+PERMANENT = frozenset({Kind.POOL, Kind.PURGE})
+"""Kinds of the values that no store expires or evicts, and that are never encrypted."""
 
 
 def kind_of(key: BlockKey) -> Kind:
@@ -236,6 +243,8 @@ def kind_of(key: BlockKey) -> Kind:
         return Kind.TAIL
     if ":handoff:" in key:
         return Kind.HANDOFF
+    if key.startswith(PURGE_PREFIX):
+        return Kind.PURGE
     return Kind.POOL if key == POOL_ID_KEY else Kind.BLOCK
 
 

@@ -74,7 +74,7 @@ class Store(ABC):
       does not write to it.
     - How long a value lives depends on its key's kind (`pdstore.format.keys.kind_of`). In a store
       that keeps no clock, and says so in its docstring, values do not expire but are evicted. The
-      pool's id is never evicted.
+      pool's id and purge numbers neither expire nor are evicted (`PERMANENT`).
     - A store's constructor waits for no server, so that an engine can start before its store. If
       the store is down, its calls raise.
     - A store belongs to the process that made it: in the child of a fork calls raise StoreClosed.
@@ -125,11 +125,11 @@ class Store(ABC):
     def clear(self, namespace: str) -> None:
         """Forgets every value of one namespace, leased or not: blocks, tails and markers.
 
-        `namespace` is a `Namespace.hex`; any other text raises ValueError. Other namespaces' values
-        and the pool's id stay. A value put during the call may stay or be forgotten. A value that
-        is read during it may be wrong, because a store on another host may free its memory; the
-        reader notices when it verifies the value. A namespace without values is no error. The call
-        reads every key of the pool, so do not make it while a request waits.
+        `namespace` is a `Namespace.hex`; any other text raises ValueError. Values of other
+        namespaces, the pool's id and purge numbers stay. A value put during the call may stay or be
+        forgotten. A value that is read during it may be wrong, because a store on another host may
+        free its memory; the reader notices when it verifies the value. A namespace without values
+        is no error. The call reads every key of the pool, so do not make it while a request waits.
         """
 
     def allocate(self, num_bytes: int) -> memoryview:

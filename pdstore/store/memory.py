@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
-from pdstore.format.keys import BlockKey, Kind, kind_of, prefix_of
+from pdstore.format.keys import PERMANENT, BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
@@ -100,8 +100,8 @@ class _Shelf:
             if goal <= 0:
                 break
             is_kept_back = kind_of(key) is Kind.HANDOFF or key in keep
-            is_kept = is_kept_back if keep else value.kept_until >= now
-            if not is_kept and kind_of(key) is not Kind.POOL:
+            is_left = is_kept_back if keep else value.kept_until >= now
+            if not is_left and kind_of(key) not in PERMANENT:
                 victims.append(key)
                 goal -= len(value.data)
         return victims, goal

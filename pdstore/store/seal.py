@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pdstore.errors import ConfigError, Forged, MissingExtra, OtherSeal, Reason, StoreError
-from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.format.keys import PERMANENT, BlockKey, kind_of
 from pdstore.settings import Settings
 from pdstore.store.base import P, Slots, Store, check_call, count_of, num_done_of
 from pdstore.store.optional import (
@@ -50,7 +50,8 @@ class Encrypted(WrapperStore):
 
     Somebody who can use the pool but has no seal key can read no value, and can make no value that
     `get` accepts: at such a value `get` raises OtherSeal or Forged. The pool's id is not encrypted,
-    because it only tells pools apart, and instances with other seal keys must read it.
+    because it only tells pools apart, and instances with other seal keys must read it. Nor are
+    purge numbers, which several tiers below this wrapper keep.
 
     Values pass through memory of the wrapped store (`Store.allocate`), a batch at a time. Each
     running call holds `batch_bytes` of such memory, or more if one value needs more. A store's own
@@ -115,7 +116,7 @@ class Encrypted(WrapperStore):
             part = slots.part(start, start + step)
             with self._memory(len(batch) * slot_bytes) as view:
                 sizes = [
-                    size if kind_of(key) is Kind.POOL else size + self.added_bytes
+                    size if kind_of(key) in PERMANENT else size + self.added_bytes
                     for key, size in zip(batch, part.sizes, strict=True)
                 ]
                 stored = Slots(view, slot_bytes, range(len(batch)), sizes)
@@ -130,7 +131,7 @@ class Encrypted(WrapperStore):
 
     def _put(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> int:
         for i, key in enumerate(keys):
-            if kind_of(key) is Kind.POOL:
+            if kind_of(key) in PERMANENT:
                 stored.value(i)[:] = slots.value(i)
             else:
                 self._envelopes.encrypt(key, slots.value(i), stored.value(i))
@@ -148,7 +149,7 @@ class Encrypted(WrapperStore):
     def _decrypt(self, keys: Sequence[BlockKey], slots: Slots, stored: Slots) -> None:
         """Decrypts into `slots`. Raises OtherSeal or Forged at a value that must not be used."""
         for i, key in enumerate(keys):
-            if kind_of(key) is Kind.POOL:
+            if kind_of(key) in PERMANENT:
                 slots.value(i)[:] = stored.value(i)
                 continue
             wrong = self._envelopes.decrypt(key, stored.value(i), slots.value(i))

@@ -154,7 +154,7 @@ def test_purge_reaches_each_tier(stack, prompts):
     one, other = (keys.namespace.hex for keys in prompts)
     run("purge", "--namespace", one, "--store", stack)
     for keys in keys_in(stack):
-        assert not any(one in key for key in keys)
+        assert not any(key.startswith(f"pds1:{one}:") for key in keys)
         assert any(other in key for key in keys)
 
 
@@ -171,3 +171,34 @@ def test_looking_makes_no_tier(tmp_path, there):
         pass
     assert [*tmp_path.iterdir()] == before
     assert not Path(tmp_path, "below").exists()
+
+
+def test_a_purge_is_told_by_the_number_that_it_leaves(stack, prompts):
+    namespace = prompts[0].namespace.hex
+    run_json("purge", "--store", stack, "--namespace", namespace)
+    listed = run_json("ls", "--store", stack, f"purge:{namespace}")
+    assert [value["kind"] for value in listed["values"]] == ["purge"] * 2
+    inspected = run_json("inspect", "--store", stack, f"pds1:purge:{namespace}:2")
+    assert inspected["verdict"] == "right"
+    (use,) = run_json("du", "--store", stack)["namespaces"]
+    assert use["namespace"] != namespace, "the numbers are none of its values"
+
+
+def test_doctor_tells_of_a_purge_on_another_host(stack, prompts, tmp_path):
+    namespace = prompts[0].namespace.hex
+    other = stack.replace("shm://cli", "shm://other")
+    with contextlib.closing(open_store(other, read_settings())) as store:
+        save(store, prompts[0])
+    run_json("purge", "--store", stack, "--namespace", namespace)
+    told = {}
+    for urls in (stack, other):
+        document = run_json("doctor", "--store", urls, PD_TRANSFER_VIA_STORAGE="1")
+        told[urls] = [each for each in document["findings"] if each["subject"] == "tier 1: purge"]
+    assert told[stack] == []
+    (said,) = told[other]
+    assert said["level"] == "warn"
+    assert f"pdstore purge --namespace {namespace}" in said["remedy"]
+    new = run_json(
+        "doctor", "--store", stack.replace("//cli", "//new"), PD_TRANSFER_VIA_STORAGE="1"
+    )
+    assert not [each for each in new["findings"] if each["subject"] == "tier 1: purge"]

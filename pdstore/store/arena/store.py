@@ -40,7 +40,7 @@ _WHY_TWO = (
     " both as one user, with one /dev/shm (containers: ipc: host). If both name the same file,"
     " restart the instance that ran while it was removed"
 )
-_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2}
+_KINDS = {Kind.BLOCK: 0, Kind.TAIL: 1, Kind.HANDOFF: 1, Kind.POOL: 2, Kind.PURGE: 2}
 
 
 class ArenaStore(Store):

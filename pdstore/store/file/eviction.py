@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from pdstore.format.keys import BlockKey, Kind, kind_of
+from pdstore.format.keys import PERMANENT, BlockKey, Kind, kind_of
 from pdstore.store.base import FRESH_S
 from pdstore.store.file.budget import Budget, on_disk
 from pdstore.store.file.directory import PoolDirectory, StoredFile, unlock
@@ -253,7 +253,8 @@ class Evictor:
                 continue
             used += on_disk(file.size)
             is_kept_back = kind is Kind.HANDOFF or file.name in keep
-            if kind is not Kind.POOL and not (is_kept_back if keep else _is_kept(file, now)):
+            is_left = is_kept_back if keep else _is_kept(file, now)
+            if not is_left and kind not in PERMANENT:
                 candidates.append(file)
         self.budget.grow(used)
         expired_ends, _ = self._delete(expired, _ALL)

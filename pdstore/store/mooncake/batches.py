@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.keys import PERMANENT, BlockKey, kind_of
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots
 from pdstore.store.mooncake.client import Client
@@ -107,6 +107,11 @@ def _register(raw: Raw, slab: _Slab) -> None:
         log.warning("mooncake: %d bytes could not be registered (%d)", slab.size, code)
 
 
+def is_pinned(key: BlockKey) -> bool:
+    """True for a value that the master must not evict."""
+    return kind_of(key) in PERMANENT
+
+
 class Batches:
     """Splits a call into batches; moves each batch on the connection with the fewest running calls.
 
@@ -132,14 +137,14 @@ class Batches:
         return by_lease if self._memory is None else min(by_lease, BOUNCE_BYTES)
 
     def split(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields start and end of each batch. The pool's id has its own batch, as it is pinned."""
+        """Yields start and end of each batch. Pinned values have their own."""
         start = 0
         num_bytes = 0
         most = self.most_bytes
         for i, size in enumerate(sizes):
             count = i - start
             is_full = count >= _FEW_KEYS and (num_bytes >= _FEW_BYTES or count >= _MAX_KEYS)
-            is_apart = POOL_ID_KEY in (keys[i], keys[i - 1])
+            is_apart = is_pinned(keys[i]) != is_pinned(keys[i - 1])
             if count and (is_full or is_apart or num_bytes + size > most):
                 yield start, i
                 start = i

@@ -14,10 +14,10 @@ from functools import partial
 from urllib.parse import quote
 
 from pdstore.errors import StoreError, StoreFull, StoreTimeout, StoreUnavailable, WrongLength
-from pdstore.format.keys import POOL_ID_KEY, BlockKey, prefix_of
+from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import Lifecycle, Slots, Store
-from pdstore.store.mooncake.batches import Batches, Memory
+from pdstore.store.mooncake.batches import Batches, Memory, is_pinned
 from pdstore.store.mooncake.client import Client, Server, close_on_sigterm, close_together
 from pdstore.store.mooncake.library import (
     ABSENT,
@@ -282,7 +282,7 @@ class MooncakeStore(Store):
         keys, and counts only those that can be read. The search also leases them, so that a long
         prompt does not evict its own first blocks.
         """
-        config = self._pin_config if POOL_ID_KEY in keys else self._put_config
+        config = self._pin_config if is_pinned(keys[0]) else self._put_config
         codes = self._batches.put(keys, slots, config)
         num_put = next((i for i, code in enumerate(codes) if code < 0), len(keys))
         for key, code in zip(keys, codes, strict=True):

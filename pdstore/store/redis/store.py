@@ -56,10 +56,10 @@ class RedisStore(Store):
     commands for one node together.
 
     Values expire: blocks `PDSTORE_BLOCK_TTL_S` after their last match, tails and markers after
-    `PDSTORE_HANDOFF_TTL_S`, the pool's id never. A match gives a lease only if the server does not
-    evict (`maxmemory-policy noeviction`); the first match asks the server for its policy. For a
-    server that evicts, use a `volatile-` policy, so that the pool's id stays. docs/stores.md has
-    the commands that the redis user must be allowed.
+    `PDSTORE_HANDOFF_TTL_S`, the pool's id and purge numbers never. A match gives a lease only if
+    the server does not evict (`maxmemory-policy noeviction`); the first match asks the server for
+    its policy. For a server that evicts, use a `volatile-` policy, so that the pool's id and purge
+    numbers stay. docs/stores.md has the commands that the redis user must be allowed.
     """
 
     def __init__(self, label: str, servers: Servers, settings: Settings) -> None:
@@ -67,7 +67,7 @@ class RedisStore(Store):
         self._lifecycle = Lifecycle(label)
         self._servers = servers
         self._ttl_s: Mapping[Kind, int | None] = {
-            **{Kind.BLOCK: settings.block_ttl_s, Kind.POOL: None},
+            **{Kind.BLOCK: settings.block_ttl_s, Kind.POOL: None, Kind.PURGE: None},
             **dict.fromkeys((Kind.TAIL, Kind.HANDOFF), settings.handoff_ttl_s),
         }
         shortest = min(settings.block_ttl_s, settings.handoff_ttl_s)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreClosed, StoreError, StoreTimeout, StoreUnavailable
@@ -15,6 +15,7 @@ from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import EvictsByUse, FindsKeys
 from pdstore.store.tiers.copy_queue import CopyQueue
+from pdstore.store.tiers.purges import PurgeWatch, Sample, namespaces_of
 from pdstore.threads import Deadline, Ticker
 
 BATCH_BYTES = 32 << 20
@@ -25,6 +26,8 @@ _PAUSE_S = 1.0  # between two looks whether a tier that failed is back
 _LONGEST_PAUSE_S = 8.0
 _MOST_TRIES = 10
 """How often values are copied whose tier fails each time, though it answers other calls."""
+_MOST_USES = 256
+"""The most uses of prompts that wait to be counted below; beyond that the oldest is forgotten."""
 _PAGE = 4096
 
 
@@ -32,15 +35,16 @@ class Copier:
     """Copies values of the first tier down, on a thread that the first `add` starts.
 
     It reads a batch of values from the first tier, verifies them, and puts them into the lower one.
-    Then it asks the first tier again: what is gone from there by now, another process may have
-    cleared before the copy, so it is removed below. If that fails, it is tried again before more is
-    copied. A value that is gone from the first tier, or is wrong there, counts as lost. A value
-    that the lower tier refuses, and all that wait behind a value that is not copied, count as given
-    up. Values at which a tier fails wait again, in front of all others. If the lower tier would
-    have to evict for a put, the admission decides once for all of it; a put that it refuses counts
-    as not admitted.
+    Then it looks again. What is gone from the first tier by now may have been wrong, so it is
+    removed below; and so is the whole batch if a purge has begun (`PurgeWatch`). If that fails, it
+    is tried again before more is copied. A value that is gone from the first tier, or is wrong
+    there, counts as lost. A value that the lower tier refuses or that a purge forbids to copy, and
+    all that wait behind a value that is not copied, count as given up. Values at which a tier fails
+    wait again, in front of all others. If the lower tier would have to evict for a put, the
+    admission decides once for all of it; a put that it refuses counts as not admitted.
 
     admission: None: all is admitted.
+    purges: tells whether a purge forbids copies; None for one of its own.
     is_out: returns True while the lower tier does not answer; keys then wait.
     is_right: verifies a value.
     bytes_per_s: the most bytes that this process copies down in a second, on average.
@@ -53,6 +57,7 @@ class Copier:
         *,
         is_out: Callable[[], bool],
         is_right: Callable[[memoryview], bool],
+        purges: PurgeWatch | None = None,
         bytes_per_s: int = COPY_BYTES_PER_S,
         waiting_bytes: int = WAITING_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -66,6 +71,7 @@ class Copier:
         self._is_decided = False  # True: the admission has admitted the present put
         self._is_out = is_out
         self._is_right = is_right
+        self._purges = purges or PurgeWatch(first, lower)
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._queue = CopyQueue(waiting_bytes)
@@ -78,6 +84,7 @@ class Copier:
         self._memory = memoryview(b"")
         self._counts: Counter[str] = Counter()
         self._to_take_back: set[BlockKey] = set()
+        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_USES)
         self._failed_at: BlockKey | None = None  # of the batch: where a tier failed
         self._num_tries = 0  # since values were copied
 
@@ -99,6 +106,18 @@ class Copier:
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Queues the keys of one put, with the lengths of their values."""
         self._queue.add(keys, sizes)
+        self._wake()
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Counts a use of those keys that the lower tier has, as `EvictsByUse.use` does, later.
+
+        Else a block that is found above each time would be the lower tier's oldest.
+        """
+        if self._by_use is not None and keys:
+            self._uses.append(keys)
+            self._wake()
+
+    def _wake(self) -> None:
         with self._lock:
             if self._thread is not None:
                 self._thread.wake()
@@ -140,7 +159,8 @@ class Copier:
     def _turn(self) -> float | None:
         """Copies one batch; returns the seconds until the next one, None if nothing waits."""
         began_at = self._clock()
-        if self._is_closed or not (self._queue.num_bytes or self._to_take_back):
+        has_work = self._queue.num_bytes or self._to_take_back or self._uses
+        if self._is_closed or not has_work:
             return None
         if began_at < self._next_at:
             return self._next_at - began_at
@@ -152,10 +172,23 @@ class Copier:
             if not self._take_back():
                 return _PAUSE_S
             self._copy_batch(began_at)
+            if not self._queue.num_bytes or len(self._uses) == _MOST_USES:
+                self._count_uses()
         finally:
             self._copying.release()
         pause_s = min(_PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
         return max(pause_s if self._num_tries else 0.0, self._next_at - self._clock())
+
+    def _count_uses(self) -> None:
+        """Counts uses in the lower tier, after the copies that were queued before, if possible.
+
+        A copy is used later than what was there, and the last block of a chain must go first.
+        """
+        while self._by_use is not None and self._uses:
+            keys = self._uses.popleft()
+            missing = _missing(self._lower, self._finder, keys)
+            with contextlib.suppress(StoreError):
+                self._by_use.use([key for key in keys if key not in missing])
 
     def _copy_batch(self, began_at: float) -> None:
         """Copies the values of a batch that the lower tier lacks.
@@ -207,13 +240,16 @@ class Copier:
             self._num_tries = 0
             return 0, False
         keys = [key for key, _ in batch]
-        slots = self._slots([size for _, size in batch])
-        num_right = self._read(keys, slots)
-        num_copied = self._write(keys[:num_right], slots)
+        num_right = num_copied = 0
+        samples = self._samples(keys)
+        if samples is not None:
+            slots = self._slots([size for _, size in batch])
+            num_right = self._read(keys, slots)
+            num_copied = self._write(keys[:num_right], slots, samples)
         if self._is_to_try_again(num_copied, keys):
             self._queue.put_back(keys[num_copied:])
             return 0, False
-        is_lost = num_copied == num_right < len(keys)
+        is_lost = samples is not None and num_copied == num_right < len(keys)
         self._counts["lost"] += is_lost
         return len(keys) - num_copied - is_lost, num_copied < len(keys)
 
@@ -227,14 +263,24 @@ class Copier:
         self._num_tries = num_tries if has_failed and num_tries < _MOST_TRIES else 0
         return self._num_tries > 0
 
-    def _write(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+    def _samples(self, keys: Sequence[BlockKey]) -> Mapping[str, Sample] | None:
+        """Reads the purge numbers before a copy; None if a purge forbids it, or if that fails."""
+        try:
+            return self._purges.before_copies(namespaces_of(keys))
+        except StoreError as error:
+            self._note_failure(error, keys)
+            return None
+
+    def _write(self, keys: Sequence[BlockKey], slots: Slots, samples: Mapping[str, Sample]) -> int:
         """Puts values into the lower tier; returns how many leading ones it took."""
         if not keys:
             return 0
         num_copied = 0
         with contextlib.suppress(StoreClosed):
             num_copied = self._num_done(self._lower, self._lower.put, keys, slots)
-        gone = self._gone_from_above(keys)  # a put that failed may have stored values, too
+        # a put that failed may have stored values, too
+        is_purged = not self._purges.are_current(samples)
+        gone = set(keys) if is_purged else self._gone_from_above(keys)
         self._to_take_back |= gone
         self._take_back()
         num_lost = len(gone.intersection(keys[:num_copied]))
@@ -289,9 +335,13 @@ class Copier:
             raise
         except StoreError as error:
             num_done = num_done_of(error, keys)
-            if isinstance(error, StoreUnavailable | StoreTimeout):
-                self._failed_at = next(iter(keys[num_done:]), None)
+            self._note_failure(error, keys[num_done:])
             return num_done
+
+    def _note_failure(self, error: StoreError, rest: Sequence[BlockKey]) -> None:
+        """Notes at which key a tier failed, unless the error is about the value of that key."""
+        if isinstance(error, StoreUnavailable | StoreTimeout):
+            self._failed_at = next(iter(rest), None)
 
     def _slots(self, sizes: Sequence[int]) -> Slots:
         slot_bytes = max(sizes, default=1)

@@ -87,5 +87,8 @@ def _shorten(known: dict[BlockKey, int], most_keys: int) -> None:
 
 
 def is_for_all_tiers(key: BlockKey) -> bool:
-    """True for a block; tails, markers, beats and the pool's id are in the first tier alone."""
+    """True for a block; tails, markers, beats and the pool's id are in the first tier alone.
+
+    Purge numbers are in every tier, but no copier copies them.
+    """
     return kind_of(key) is Kind.BLOCK

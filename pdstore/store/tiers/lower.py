@@ -16,6 +16,7 @@ from pdstore.store.guard import GuardedStore, problem_of
 from pdstore.store.optional import EvictsByUse
 from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier
 from pdstore.store.tiers.hangs import ReadWatch
+from pdstore.store.tiers.purges import PurgeWatch
 from pdstore.store.url import StoreURL
 from pdstore.threads import CallBeside
 
@@ -55,6 +56,7 @@ class LowerTier:
     the tier counts as empty for all other calls, until a read is answered.
 
     store: the tier's store, with its breaker.
+    purges: tells whether a purge forbids copies between the first tier and this one.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class LowerTier:
         self._change_s = max(limits.look_s, REMOVE_S)
         self._late: CallBeside[Any] | None = None
         self._reads = ReadWatch()
+        self.purges = PurgeWatch(first, self.store, self.look)
         self.copier = Copier(
             first,
             self.store,
+            purges=self.purges,
             is_out=lambda: self.is_out,
             is_right=is_right,
             bytes_per_s=limits.copy_bytes_per_s,
@@ -88,9 +92,12 @@ class LowerTier:
 
     @property
     def problem(self) -> str | None:
-        """Text that says why the tier is out; None if it is not."""
+        """Text that says why the tier is out, or of what nothing is copied; None if all is well.
+
+        Does I/O only while a purge forbids copies.
+        """
         if not self.is_out:
-            return None
+            return self.purges.problem()
         why = (problem_of(self.store) if self.store.is_open else None) or "a call takes too long"
         return f"the tier {self.store.label} is left out until it answers: {why}"
 
@@ -172,5 +179,5 @@ class LowerTier:
         return beside.result()
 
     def _raise_if_out(self) -> None:
-        if (problem := self.problem) is not None:
-            raise StoreUnavailable(problem)
+        if self.is_out:
+            raise StoreUnavailable(self.problem or f"{self.store.label} is back only now")

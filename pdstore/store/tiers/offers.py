@@ -56,6 +56,7 @@ class Stack:
     first, lower: the first tier's store, and the lower tiers.
     found, was_read: where values were found, and from where they were read.
     search: finds and leases keys in one tier.
+    join: is called before values are put into the first tier.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     """
 
@@ -66,6 +67,7 @@ class Stack:
     search: TierSearch
     reader: TierReader
     promotion: Promotion
+    join: Callable[[Sequence[BlockKey]], None]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
 
     @property
@@ -237,7 +239,8 @@ def _room(stack: Stack) -> TellsRoom | None:
 class _ByUse:
     """EvictsByUse: tells the age of the last tier, as what others evict is below; else the first's.
 
-    A first tier that lacks these calls makes no room and counts no use here.
+    A first tier that lacks these calls makes no room and counts no use. In the lower tiers a use
+    counts a little later.
     """
 
     def __init__(self, stack: Stack, first: EvictsByUse | None) -> None:
@@ -253,6 +256,9 @@ class _ByUse:
     def use(self, keys: Sequence[BlockKey]) -> None:
         if self._first is not None:
             self._first.use(keys)
+        blocks = [key for key in keys if is_for_all_tiers(key)]
+        for tier in self._stack.lower:
+            tier.copier.use(blocks)
 
 
 def _by_use(stack: Stack) -> EvictsByUse | None:
@@ -315,6 +321,8 @@ class _CallsSeen:
     def __call__(
         self, verb: str, keys: Sequence[BlockKey], call: Callable[[], Moved[A]]
     ) -> Moved[A]:
+        if verb == "put":
+            self._stack.join(keys)
         try:
             moved = call()
         except StoreError as error:

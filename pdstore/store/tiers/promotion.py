@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import EvictsByUse, FindsKeys
-from pdstore.store.tiers.found import Whereabouts
+from pdstore.store.tiers.found import Whereabouts, is_for_all_tiers
+from pdstore.store.tiers.lower import LowerTier
+from pdstore.store.tiers.purges import Sample, namespace_of, namespaces_of
 
 Put = Callable[[Sequence[BlockKey], Slots], int]
 """A call of the form of `Store.put`."""
@@ -30,8 +33,9 @@ class Promotion:
       promoted only into free room.
     """
 
-    def __init__(self, first: Store, found: Whereabouts) -> None:
+    def __init__(self, first: Store, lower: Sequence[LowerTier], found: Whereabouts) -> None:
         self._first = first
+        self._lower = lower
         self._found = found
         self._finder = first.optional(FindsKeys)
         self._by_use = first.optional(EvictsByUse)
@@ -39,6 +43,8 @@ class Promotion:
         self._under_way: set[BlockKey] = set()
         self._num_stops = 0
         self._counts: Counter[int] = Counter()
+        self._reads = threading.local()  # when the present thread began to read what it promotes
+        self._to_take_back: set[BlockKey] = set()
         self.admission: Admission | None = None
 
     @property
@@ -46,18 +52,38 @@ class Promotion:
         """Numbers of values that were promoted so far, by the number of the tier they came from."""
         return self._counts
 
+    def begin_read(self, number: int, keys: Sequence[BlockKey]) -> None:
+        """Notes when this thread begins to read values in a lower tier that it may promote.
+
+        Reads the purge numbers, at most once in a second.
+        """
+        began_at = time.monotonic()
+        self._reads.began_at = min(began_at, getattr(self._reads, "began_at", began_at))
+        for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
+            self._lower[number - 1].purges.before_promotion(namespace)
+
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
         """Puts those of the values that were found below into the first tier, if it is worth it.
 
+        Values that a purge forbids are left below, or taken out again. The thread that has read the
+        values must make the call.
         put: puts values into the first tier; None: the tier's own put. Raises StoreError.
         """
+        read_at = vars(self._reads).pop("began_at", None)
+        self._take_back()
         numbers = self._found.which_tier(keys)
         with self._begun([key for key, number in zip(keys, numbers, strict=True) if number]) as own:
             missing = self._missing(own)
             indices = [i for i, key in enumerate(keys) if key in missing]
             chosen = slots.chosen(indices)
-            if indices and self._is_worth_it(chosen.sizes):
-                self._put([keys[i] for i in indices], chosen, put or self._first.put)
+            places = {(numbers[i], namespace_of(keys[i])) for i in indices}
+            samples = self._samples(places, read_at)
+            if indices and samples is not None and self._is_worth_it(chosen.sizes):
+                promoted = [keys[i] for i in indices]
+                try:
+                    self._put(promoted, chosen, put or self._first.put)
+                finally:
+                    self._keep_or_take_back(promoted, samples)
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[None]:
@@ -70,6 +96,34 @@ class Promotion:
         finally:
             with self._changed:
                 self._num_stops -= 1
+
+    def _samples(
+        self, places: Iterable[tuple[int, str]], read_at: float | None
+    ) -> Mapping[tuple[int, str], Sample] | None:
+        """Returns the purge numbers of tiers and namespaces; None if a purge forbids promotions."""
+        samples = {}
+        for number, namespace in places:
+            sample = self._lower[number - 1].purges.before_promotion(namespace, read_at)
+            if sample is None:
+                return None
+            samples[number, namespace] = sample
+        return samples
+
+    def _keep_or_take_back(
+        self, keys: Sequence[BlockKey], samples: Mapping[tuple[int, str], Sample]
+    ) -> None:
+        """Removes from the first tier what went up while a purge began."""
+        for (number, namespace), sample in samples.items():
+            if not self._lower[number - 1].purges.may_keep(namespace, sample):
+                self._to_take_back.update(keys)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Removes what must not stay in the first tier. Raises StoreError; then it stays noted."""
+        if self._to_take_back:
+            keys = list(self._to_take_back)
+            self._first.remove(keys)
+            self._to_take_back.difference_update(keys)
 
     @contextlib.contextmanager
     def _begun(self, keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:

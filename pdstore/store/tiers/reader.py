@@ -23,6 +23,7 @@ class TierReader:
 
     found, was_read: note where values are found, and from where they are read.
     have: returns which keys the tier of a number has, up to the first that no tier may have.
+    begin_read: is called before values in a lower tier are read.
     """
 
     def __init__(
@@ -31,13 +32,16 @@ class TierReader:
         lower: Sequence[LowerTier],
         found: Whereabouts,
         was_read: Whereabouts,
+        *,
         have: Callable[[int, Sequence[BlockKey]], list[bool]],
+        begin_read: Callable[[int, Sequence[BlockKey]], None],
     ) -> None:
         self._first = first
         self._lower = lower
         self._found = found
         self._was_read = was_read
         self._have = have
+        self._begin_read = begin_read
         self._num_wrong = [0] * (len(lower) + 1)
 
     @property
@@ -70,6 +74,7 @@ class TierReader:
         """
         if number:
             since = self._found.num_forgotten
+            self._begin_read(number, keys)
             num_read, wrong = self._lower[number - 1].get(keys, slots)
             self._found.note(number, keys[:num_read], since)
             self._was_read.note(number, keys[:num_read])

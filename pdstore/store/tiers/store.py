@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from pdstore.store.tiers.lower import REMOVE_S, Limits, LowerTier
 from pdstore.store.tiers.offers import Stack, optional_of
 from pdstore.store.tiers.places import check_places, place_doubts, without_limits
 from pdstore.store.tiers.promotion import Promotion
+from pdstore.store.tiers.purges import LATE_S, Purge, PurgeNumbers, error_of, namespaces_of
 from pdstore.store.tiers.reader import TierReader
 from pdstore.store.tiers.search import TierSearch
 from pdstore.store.url import Place, StoreURL
@@ -60,11 +62,12 @@ class TieredStore(Store):
 
     Each process queues copies of its own puts. `close` drops the queue. `remove` and `clear` reach
     every tier, wait for copies of this process that are under way, and drop what waits. A copier of
-    another process removes below what is gone from the first tier when its copy ends; so only one
-    that is killed before, or has another first tier, may bring a cleared value back.
+    another process removes below what is gone from the first tier when its copy ends. `clear` takes
+    a purge number in every tier (`Purge`), by which other processes and other hosts notice it.
 
     first, lower: the first tier's store, and the lower tiers. tiers: the stores of all of them.
     is_right: verifies a value before it is copied down; a value that is wrong stays where it is.
+    late_s: how long `clear` waits for copies of other processes.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class TieredStore(Store):
         limits: Sequence[Limits] | None = None,
         *,
         is_right: Callable[[memoryview], bool] = is_whole,
+        late_s: float = LATE_S,
     ) -> None:
         first, *others = stores
         self.label = " ".join(store.label for store in stores)
@@ -85,8 +89,15 @@ class TieredStore(Store):
         self.tiers = [first, *(tier.store for tier in self.lower)]
         self._found, was_read = Whereabouts(), Whereabouts(_MOST_READ)
         self._search = TierSearch(first, self.lower, self._found)
-        self._promotion = Promotion(first, self._found)
-        self._reader = TierReader(first, self.lower, self._found, was_read, self._search.have)
+        self._promotion = Promotion(first, self.lower, self._found)
+        self._reader = TierReader(
+            first,
+            self.lower,
+            self._found,
+            was_read,
+            have=self._search.have,
+            begin_read=self._promotion.begin_read,
+        )
         self._stack = Stack(
             first,
             self.lower,
@@ -95,8 +106,11 @@ class TieredStore(Store):
             self._search,
             self._reader,
             self._promotion,
+            self._join,
             self.copy_down,
         )
+        self._numbers = PurgeNumbers(first)
+        self._late_s = late_s
         self._lifecycle = Lifecycle(self.label)
 
     @classmethod
@@ -167,6 +181,7 @@ class TieredStore(Store):
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
+        self._join(keys)
         num_taken = 0
         try:
             num_taken = count_of(self.first.put(keys, slots), keys, self.first)
@@ -202,14 +217,35 @@ class TieredStore(Store):
     def clear(self, namespace: str) -> None:
         self._lifecycle.check()
         prefix = prefix_of(namespace)
-        failed = self._in_all_tiers(
-            lambda store: store.clear(namespace),
+        for tier in self.lower:
+            tier.find_out(_PATIENCE_S)
+        numbers = [tier.purges.lower for tier in self.lower if not tier.is_out]
+        purge = Purge(namespace, self._numbers, numbers)
+        failed = purge.begin()
+        time.sleep(self._late_s)
+        cleared: list[Store | LowerTier] = []
+
+        def clear(store: Store | LowerTier) -> None:
+            store.clear(namespace)
+            cleared.append(store)
+
+        failed += self._in_all_tiers(
+            clear,
             lambda key: key.startswith(prefix),
             Deadline(_COPY_TIMEOUT_S),
             patience_s=_PATIENCE_S,
         )
+        failed += purge.end([tier.purges.lower for tier in self.lower if tier in cleared])
         if failed:
-            raise StoreError(f"the tiers above are cleared, but not this one: {failed[0]}")
+            raise StoreError(
+                f"the first tier is cleared, but not this one: {failed[0]}; purge again when it"
+                " answers"
+            )
+
+    def _join(self, keys: Sequence[BlockKey]) -> None:
+        namespaces = namespaces_of(filter(is_for_all_tiers, keys))
+        for tier in self.lower:
+            tier.purges.join(namespaces)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
@@ -266,17 +302,9 @@ class TieredStore(Store):
             for tier in self.lower:
                 timeout_s = 0.0 if tier.is_out else deadline.remaining_s()
                 stopped.enter_context(tier.copier.stopped(is_dropped, timeout_s))
-            of_first = _error_of(partial(call, self.first))
-            errors = [_error_of(partial(call, tier)) for tier in self.lower]
+            of_first = error_of(partial(call, self.first))
+            errors = [error_of(partial(call, tier)) for tier in self.lower]
             self._found.forget(is_dropped)
         if of_first is not None:
             raise of_first
         return [error for error in errors if error is not None]
-
-
-def _error_of(call: Callable[[], None]) -> StoreError | None:
-    try:
-        call()
-    except StoreError as error:
-        return error
-    return None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from pdstore.errors import StoreFull, WrongLength
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.keys import POOL_ID_KEY, PURGE_PREFIX, BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import MAX_KEY_CHARS, Slots, Store
 from pdstore.testing.values import (
@@ -330,8 +330,11 @@ class ClearTests:
             BlockKey(f"pds1:{other}:handoff:{namespace}:0:done"),
         ]
         _put(store, [*kept, *_one_of_each(namespace)])
+        number = BlockKey(f"{PURGE_PREFIX}{namespace}:9")
+        put(store, [number], [content(number, 64)])
         store.clear(namespace)
-        assert _stored(store, [*kept, POOL_ID_KEY]) == [*kept, POOL_ID_KEY]
+        assert _stored(store, [*kept, POOL_ID_KEY, number]) == [*kept, POOL_ID_KEY, number]
+        store.remove([number])
         assert_stored(store, kept, contents(kept, SMALL))
 
     def test_a_namespace_may_be_empty_and_its_keys_take_new_bytes(

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pdstore.errors import StoreClosed, StoreFull
-from pdstore.format.keys import POOL_ID_KEY, BlockKey
+from pdstore.format.keys import POOL_ID_KEY, PURGE_PREFIX, BlockKey
 from pdstore.store.base import Store
 from pdstore.store.optional import (
     ALL_KEYS,
@@ -100,6 +100,16 @@ class PressureTests:
         assert small_store.match([POOL_ID_KEY]) == 1
         assert_stored(small_store, [POOL_ID_KEY], [value])
         small_store.remove([POOL_ID_KEY])
+
+    def test_purge_numbers_survive_pressure_and_clear(self, small_store: Store) -> None:
+        namespace = secrets.token_hex(16)
+        numbers = [BlockKey(f"{PURGE_PREFIX}{namespace}:{n}") for n in (7, 8)]
+        put(small_store, numbers, contents(numbers, 64))
+        _fill(small_store, 4 * MOST)
+        small_store.clear(namespace)
+        assert small_store.match(numbers) == 2
+        assert_stored(small_store, numbers, contents(numbers, 64))
+        small_store.remove(numbers)
 
     def test_a_full_store_whose_values_are_leased_takes_markers(self, small_store: Store) -> None:
         if not small_store.lease_s:

@@ -13,7 +13,18 @@ from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import tier_states_of
 from pdstore.store.tiers.store import TieredStore
+from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import settings_of
+
+
+class Counted(WrapperStore):
+    """Counts the searches for purge numbers."""
+
+    num_matches = 0
+
+    def match(self, keys):
+        self.num_matches += ":purge:" in keys[0]
+        return super().match(keys)
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +36,8 @@ def library():
 def open_tiers(closed_after):
     """Opens a TieredStore over stores, with limits for each lower one; closed at the end."""
 
-    def open_tiers(*stores, limits=None, is_right=lambda _: True):
-        return closed_after(TieredStore(stores, limits, is_right=is_right))
+    def open_tiers(*stores, limits=None, is_right=lambda _: True, late_s=0.02):
+        return closed_after(TieredStore(stores, limits, is_right=is_right, late_s=late_s))
 
     return open_tiers
 
