@@ -9,6 +9,7 @@ An arena has files below it, through the page cache and with `direct=1`. The way
 - `save beside a copier`: the same save while the copier is busy with an earlier one. Its CPU
   seconds are those of both.
 - `get above`, `get below`: reads of values from the arena, and from files that are not cached.
+- `promote`: the copy of what was read below into the arena, out of its reader's memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.settings import read_settings
 from pdstore.store.base import Slots
+from pdstore.store.optional import Promotes
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.url import StoreURL
 
@@ -94,6 +96,7 @@ class Bench:
         self._store.first.remove(batch.keys)
         _forget(self._files)
         costs["get below"] = _cost_of(lambda: self._get(batch))
+        costs["promote"] = _cost_of(lambda: self._promote(batch))
         self._remove(batch)
         return costs
 
@@ -124,6 +127,13 @@ class Bench:
     def _get(self, batch: Batch) -> None:
         if self._store.get(batch.keys, batch.slots) < self._count:
             raise ConfigError(f"{self._files}: not all that was copied is there")
+
+    def _promote(self, batch: Batch) -> None:
+        promotes = self._store.optional(Promotes)
+        assert promotes is not None
+        promotes.promote(batch.keys, batch.slots)
+        if self._store.first.match(batch.keys) < self._count:
+            raise ConfigError(f"{self._files}: not all that was read there was promoted")
 
     def _remove(self, *batches: Batch) -> None:
         """Removes values everywhere, and waits for a disk that needs longer than a removal may."""

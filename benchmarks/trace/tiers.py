@@ -29,7 +29,7 @@ from benchmarks.trace.closed_loop import BlockPool, name_of
 from benchmarks.trace.eviction import Asked, cycle, in_use
 from benchmarks.trace.replay import Clock
 from benchmarks.trace.requests import read_trace
-from pdstore.worker.admission import Admission
+from pdstore.store.admission import Admission
 
 COLUMNS = [
     *("workload", "first tier", "lower tier", "policy", "found, %", "in the first, %", "below, %"),
