@@ -181,6 +181,7 @@ def test_a_first_tier_that_takes_all_is_an_lru_cache():
 
 def test_the_command_of_tiers_writes_a_row_for_each_policy(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
+    monkeypatch.setattr(tiers, "SIZES", [(1 / 4, 3 / 4)])
     monkeypatch.setattr("sys.argv", ["tiers", "--users", "2", "--json", str(out)])
     tiers.main()
     rows = json.loads(out.read_text())["rows"]
