@@ -66,9 +66,12 @@ def p(instance):
     return instance(range_bytes=2 * BLOCK_BYTES)
 
 
-@pytest.fixture
-def d(instance):
-    return instance(fill=POISON, range_bytes=2 * BLOCK_BYTES)
+@pytest.fixture(
+    params=[2 * BLOCK_BYTES, BLOCK_BYTES * 35 // 100, BLOCK_BYTES // 8],
+    ids=["one window", "one range of two windows", "many ranges"],
+)
+def d(request, instance):
+    return instance(fill=POISON, range_bytes=request.param)
 
 
 def test_what_is_saved_in_place_is_copied_down_and_loaded_in_place(p, d, store, arena, files):

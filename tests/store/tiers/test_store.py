@@ -159,13 +159,16 @@ def test_a_tail_that_lies_below_is_not_found_behind_blocks_that_do(three):
         plant(first, [tail])
 
 
-def test_a_value_of_wrong_length_above_is_read_below(open_tiers):
+def test_a_value_of_wrong_length_above_is_read_below_and_removed_above(open_tiers):
     first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(4)
     plant(first, keys[:1] + keys[2:])
     plant(first, keys[1:2], size=100)
     plant(below, keys)
     store = open_tiers(first, below)
     assert get(store, keys, [SIZE] * 4) == values_of(keys)
+    assert first.which_stored(keys) == [True, False, True, True]
+    assert below.match(keys) == 4
+    assert store.codes()["tier0_wrong"] == 1
 
 
 def test_values_of_wrong_length_above_are_read_below(open_tiers):
@@ -175,10 +178,13 @@ def test_values_of_wrong_length_above_are_read_below(open_tiers):
     plant(below, keys)
     store = open_tiers(first, below)
     assert get(store, keys, [SIZE] * 8) == values_of(keys)
+    assert first.which_stored(keys) == [i not in (1, 3, 4, 7) for i in range(8)]
+    plant(first, keys[4:5], size=100)
     below.remove(keys[4:5])
     with pytest.raises(WrongLength) as caught:
         store.get(keys, empty_slots([SIZE] * 8))
     assert caught.value.num_done == 4
+    assert first.match(keys[4:5]) == 1, "nothing says that its length is not right"
 
 
 class Evicting(MemoryStore):
