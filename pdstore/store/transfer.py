@@ -291,6 +291,7 @@ class TransferContext:
     pin: registers memory with the device, in spans that no value crosses; the pool unregisters it.
     staged: opens the way through staging, over get and put of the context's store.
     call: makes each other call of a store that moves or finds values, so that wrappers see it.
+    promotes: True if what a load finds in a slower tier may be put into a faster one.
     may_lie_elsewhere: True if `store` may have values that the transfer's own store lacks.
     """
 
@@ -303,6 +304,7 @@ class TransferContext:
     pin: Callable[[memoryview, int], HostMemory]
     staged: Callable[[TransferContext, Split, Sealer | None], Transfer]
     call: CallHook = _make
+    promotes: bool = True
     may_lie_elsewhere: bool = False
 
     def count_saved(self, num_counted: Sequence[int]) -> None:

@@ -182,6 +182,7 @@ def open_mover(
         range_bytes,
         pin=opener.pin,
         staged=opener.staged,
+        promotes=settings.publish,  # else this instance leaves nothing in the pool
     )
     moves = store.optional(MovesValues)
     transfer = moves.transfer(context) if moves is not None else None

@@ -241,6 +241,15 @@ def test_an_arena_full_of_leases_stays_as_it_is_and_the_load_is_whole(
     assert not any(arena.which_stored(keys))
 
 
+def test_an_instance_that_never_saves_promotes_nothing(p, instance, store, arena):
+    keys = saved(p, store)
+    arena.remove(keys[1:])
+    d = instance(fill=POISON, publish=False)
+    assert load(d, range(NUM_TOKENS)) == JobResult(NUM_TOKENS)
+    assert_loaded(p, d, NUM_TOKENS)
+    assert arena.match(keys) == 1
+
+
 def test_an_error_of_a_promotion_is_none_of_the_load(p, d, store, arena, monkeypatch):
     keys = saved(p, store)
     arena.remove(keys)

@@ -57,7 +57,7 @@ class StagedTransfer(Transfer):
         self._copy = context.copies.start
         self._staging = staging
         self._sealer = sealer
-        self._promoter = context.store.optional(Promotes)
+        self._promoter = context.store.optional(Promotes) if context.promotes else None
         self._num_parts = len(context.geometry.parts)
         largest = staging.largest_loan // 2
         if self._num_parts > largest:
