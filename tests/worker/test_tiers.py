@@ -18,8 +18,10 @@ from pdstore.store.optional import TellsTiers, tier_states_of
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.wrappers import WrapperStore
 from pdstore.testing.values import get, put
+from pdstore.worker import mover
 from tests.store.tiers.conftest import copies_of
 from tests.support.arena_kit import SpiedArena, place_of
+from tests.support.clock import Clock
 from tests.support.kv import BLOCK_BYTES, POISON
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 
@@ -311,6 +313,37 @@ def test_a_p_that_only_hands_off_learns_which_blocks_it_found_and_which_are_new(
         "found": [[*keys.hashes(0, 1)], []],
         "saved": [[*keys.hashes(1, 2)], [*keys.hashes(2, 4)]],
     }
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_users_in_turn_find_in_small_tiers_what_they_hold(
+    instance, closed_after, monkeypatch, role
+):
+    """LRU would find nothing: each block leaves both tiers shortly before its next use."""
+    clock = Clock()
+    monkeypatch.setattr(mover, "Admission", lambda: Admission(clock))
+    first, below = (MemoryStore(budget=n * SIZE, lease_s=0.5, clock=clock) for n in (9, 27))
+    stack = closed_after(TieredStore([first, below]))
+    p = instance(over=stack, role=role)
+    found = []
+    for number in range(16 * 12):
+        clock.now += 5.0
+        first_token = 1000 * (number % 12)
+        keys = p.cache.keys(range(first_token, first_token + 192))
+        match = p.cache.match(keys)
+        found.append(match.num_tokens // 64)
+        if match.num_tokens:
+            assert p.pool.load(match.keys, P_BLOCKS).wait(10).reason is None
+        first_save = PromptSave(match.num_tokens, time.monotonic())
+        handoff = HandoffId(f"{number:032x}") if role == "prefill" else None
+        plan = SavePlan(keys, match.num_tokens, handoff=handoff, first_save=first_save)
+        begun = p.pool.begin_save(plan, P_BLOCKS)
+        begun.layers_done(len(p.caches))
+        begun.job.wait(10)
+        assert stack.flush()
+        if number == 23:
+            assert not any(found[12:])
+    assert sum(found[-48:]) > 0.5 * 48 * 3
 
 
 PREFIX = range(192)
