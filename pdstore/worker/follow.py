@@ -14,6 +14,7 @@ from pdstore.format.handoff import HandoffId, Pulse
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Store, count_of
 from pdstore.store.connect import read_marker
+from pdstore.store.optional import meeting_store_of
 from pdstore.store.watch import Waiter
 from pdstore.worker.job import Job
 from pdstore.worker.load import LoadWork
@@ -117,7 +118,7 @@ class Follow(Waiter):
     It searches until all blocks are found, or until P has put the marker `done` or `failed`, or has
     died: a block missing then will never be stored. The found blocks are loaded in any case.
 
-    store: the store where P and D meet: of several tiers, the first one alone.
+    store: is asked only where P and D meet: of several tiers, the first one.
     block_timeout_s: the search also ends when P has stored no block for so many seconds.
     wake: tells the job queue that the load has new shares, or that no more shares will come.
     clock: returns monotonic seconds, as in `asked_at`.
@@ -137,7 +138,7 @@ class Follow(Waiter):
         prompt = work.prompt
         namespace = prompt.keys.namespace
         self.job = job
-        self._store = store
+        self._store = meeting_store_of(store)
         self._work = work
         self._wake = wake
         self._handoff = handoff

@@ -281,9 +281,8 @@ class KVPool:
         if follow is not None and not job.done:  # a refused job is done
             wake = partial(self._queue.wake, job)
             block_timeout_s = self._settings.handoff_wait_s
-            meeting = meeting_store_of(self._store)
             self._watch.add(
-                Follow(meeting, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
+                Follow(self._store, job, work, follow, block_timeout_s=block_timeout_s, wake=wake)
             )
         return job
 

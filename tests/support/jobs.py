@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdstore.errors import Direction, JobResult, Reason
@@ -34,8 +34,8 @@ class Shares(Work[BodyItem]):
         self.tokens = 0
 
     @property
-    def progress(self) -> tuple[int, int]:
-        return self.tokens, self.tokens
+    def progress(self) -> tuple[int, int, Mapping[int, int]]:
+        return self.tokens, self.tokens, {}
 
     def _move(self, items: Sequence[BodyItem], child: WorkerTurn) -> Reason | None:
         reasons = [item.body(child) for item in items]
