@@ -13,11 +13,9 @@ from pdstore.store.wrappers import WrapperStore
 from tests.support.kv import BLOCK_BYTES, POISON
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
 from tests.worker.test_tiers import (
-    BLOCKS,
     NUM_TOKENS,
     PREFIX,
     PROMPT,
-    keys_of,
     saved,
 )
 from tests.worker.test_tiers import arena as arena
