@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from pydantic import ByteSize
 
-from pdstore.cli.answer import Answer, Finding, answer_of, bad, info, ok, size, warn
+from pdstore.cli.answer import Answer, Finding, Level, answer_of, bad, info, ok, size, warn
 from pdstore.cli.host import (
     MOUNTS,
     available_memory,
@@ -40,6 +40,7 @@ from pdstore.sizing import ModelShape
 from pdstore.store import open_store
 from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
+from pdstore.store.guard import problem_of
 from pdstore.store.optional import DoubtsServer, Room, TellsOrigins, TellsRoom, tiers_of
 from pdstore.store.seal import seal_store
 from pdstore.store.tiers.lower import Limits
@@ -159,6 +160,9 @@ def _check_tier(settings: Settings, tier: Store, shape: ModelShape | None) -> It
     """Yields findings about one lower tier: tried, doubted and measured as a whole store is."""
     store = seal_store(tier, settings)
     tried = try_store(settings, store)
+    why = problem_of(tier)
+    if tried.level is Level.BAD and why and why not in tried.said:  # its breaker is open
+        tried = tried._replace(said=f"{tried.said}: {why}")
     yield tried
     if tried.subject == "connect":
         return

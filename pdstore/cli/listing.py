@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pdstore.cli.answer import Answer, muted, size, table
 from pdstore.cli.output import age, counted
-from pdstore.errors import BadValue, ConfigError, Reason, reason_of
+from pdstore.errors import BadValue, ConfigError, Reason, StoreError, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
 from pdstore.format.keys import (
@@ -52,20 +52,41 @@ class OpenPool(NamedTuple):
     """A store, and `lists`, which lists its values in their stored form, even if encrypted.
 
     tiers: the stores of its tiers; the store alone if it has none.
+    silent: lines about lower tiers that did not answer when values were listed, by tier.
     """
 
     settings: Settings
     store: Store
     lists: ListsValues | None
     tiers: Sequence[Store]
+    silent: dict[str, str]
 
     def listed_values(self, prefix: str = ALL_KEYS) -> list[StoredValue]:
-        """Lists values. Raises ConfigError for a store that cannot list them, and StoreError."""
+        """Lists values, of several tiers those of each that answers, and a key once.
+
+        Raises ConfigError for a store that cannot list them, and StoreError.
+        """
         if self.lists is None:
             raise ConfigError(
                 f"{self.store.label} cannot list its values: no ListsValues (see docs)"
             )
-        return list(self.lists.stored_values(prefix))
+        found: dict[BlockKey, StoredValue] = {}
+        for number, tier in enumerate(self.tiers):
+            lists = tier.optional(ListsValues)
+            try:
+                values = list(lists.stored_values(prefix)) if lists is not None else []
+            except StoreError as error:
+                if number == 0:  # without the first tier, the pool is down
+                    raise
+                self.silent[tier.label] = f"tier {number} did not answer: {error}"
+            else:
+                found = {**{value.key: value for value in values}, **found}
+        return list(found.values())
+
+    def room_of(self, tier: Store) -> Room | None:
+        """Returns how full a tier is; None if it does not tell. Raises StoreError."""
+        tells = tier.optional(TellsRoom) if tier.label not in self.silent else None
+        return tells.room() if tells is not None else None
 
     def read(self, key: BlockKey) -> Header | None:
         """Reads a value and returns its header; None if it is missing.
@@ -108,7 +129,7 @@ def open_pool(url: str | None) -> Iterator[OpenPool]:
     plain = open_store(settings.store, settings)
     store = seal_store(plain, settings)
     try:
-        yield OpenPool(settings, store, plain.optional(ListsValues), tiers_of(plain))
+        yield OpenPool(settings, store, plain.optional(ListsValues), tiers_of(plain), {})
     finally:
         store.close()
 
@@ -216,6 +237,7 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
     with open_pool(url) as pool:
         values = pool.listed_values(ALL_KEYS + prefix.removeprefix(ALL_KEYS))
         label = pool.store.label
+        silent = list(pool.silent.values())
     youngest = nsmallest(limit or len(values), values, key=_by_use)
     rows = [_line(v) for v in youngest]
     total = sum(value.num_bytes for value in values)
@@ -226,8 +248,19 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
         {"key": v.key, "bytes": v.num_bytes, "age_s": v.age_s, "kind": _kind(v)} for v in youngest
     ]
     return Answer(
-        {"store": label, "num_values": len(values), "bytes": total, "values": document},
-        [table([">used", ">size", "kind", "namespace", "group:shard:name"], rows), muted(note)],
+        {
+            "store": label,
+            "num_values": len(values),
+            "bytes": total,
+            "values": document,
+            "problems": [*silent],
+        },
+        [
+            table([">used", ">size", "kind", "namespace", "group:shard:name"], rows),
+            muted(note),
+            *silent,
+        ],
+        status=int(bool(silent)),
     )
 
 
@@ -240,13 +273,15 @@ def du(url: str | None) -> Answer:
     """Counts values and bytes by namespace, and says how full the store is."""
     with open_pool(url) as pool:
         uses = survey(pool.listed_values())
-        rooms = {tier.label: _room_of(tier) for tier in pool.tiers}
+        rooms = {tier.label: pool.room_of(tier) for tier in pool.tiers}
         label = pool.store.label
+        silent = pool.silent
     total = size(sum(use.num_bytes for use in uses))
     note = f"{label}: {total} in {counted(len(uses), 'namespace')}"
     notes = [note + _used(next(iter(rooms.values())))]
     if len(rooms) > 1:  # a value that is in several tiers counts once
-        notes = [note, *(f"{tier}{_used(room)}" for tier, room in rooms.items())]
+        answered = {tier: room for tier, room in rooms.items() if tier not in silent}
+        notes = [note, *(f"{tier}{_used(room)}" for tier, room in answered.items())]
     columns = ["namespace", ">bytes", ">blocks", ">tails", ">markers", ">last used", ">oldest"]
     rows: list[list[str]] = []
     documents: list[Json] = []
@@ -268,14 +303,11 @@ def du(url: str | None) -> Answer:
             "room": next(map(_as_json, rooms.values())),
             "tiers": [{"store": tier, "room": _as_json(room)} for tier, room in rooms.items()],
             "namespaces": documents,
+            "problems": [*silent.values()],
         },
-        [table(columns, rows), *map(muted, notes)],
+        [table(columns, rows), *map(muted, notes), *silent.values()],
+        status=int(bool(silent)),
     )
-
-
-def _room_of(store: Store) -> Room | None:
-    tells = store.optional(TellsRoom)
-    return tells.room() if tells is not None else None
 
 
 def _used(room: Room | None) -> str:
@@ -331,7 +363,9 @@ def inspect(url: str | None, text: str) -> Answer:
     for name, value in header._asdict().items() if header else ():
         facts[name] = value.hex() if isinstance(value, bytes) else value
     rows = [[name, _shown(name, value)] for name, value in facts.items()]
-    return Answer(facts, [table(["", ""], rows)], status=int(verdict != "right"))
+    answer = Answer(facts, [table(["", ""], rows)], status=int(verdict != "right"))
+    answer.shown += pool.silent.values()
+    return answer
 
 
 def _value_of(pool: OpenPool, text: str) -> StoredValue | None:
@@ -378,7 +412,9 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
     with open_pool(url) as pool:
         label = pool.store.label
         lists = pool.lists
-        use = _namespace_of(survey(pool.listed_values()) if lists else None, beginning, label)
+        uses = survey(pool.listed_values()) if lists else None
+        silent = list(pool.silent.values())
+        use = _namespace_of(uses, beginning, "; ".join([label, *silent]))
         if not is_rehearsal:
             pool.store.clear(use.hex)
     counts = f"{counted(use.num_values, 'value')}, {size(use.num_bytes)}," if lists else "all"
@@ -390,8 +426,9 @@ def clear(url: str | None, beginning: str, *, is_rehearsal: bool) -> Answer:
         "num_values": use.num_values if lists else None,
         "bytes": use.num_bytes if lists else None,
         "cleared": not is_rehearsal,
+        "problems": [*silent],
     }
-    return Answer(document, [line])
+    return Answer(document, [line, *silent], status=int(bool(silent)))
 
 
 def _namespace_of(uses: list[NamespaceUse] | None, beginning: str, label: str) -> NamespaceUse:

@@ -91,6 +91,62 @@ def test_doctor_names_a_tier_that_is_away(tmp_path):
     (line,) = (line for line in ran.out.splitlines() if line.startswith("✗  tier 1"))
     assert "127.0.0.1:1" in ran.out
     assert "connect" in line
+    assert "Connection refused" in line
+
+
+@pytest.fixture
+def half_dead(stack):
+    """The URLs of the stack, and of a server that is away between its tiers."""
+    first, last = stack.split(" ")
+    return f"{first} redis://127.0.0.1:1 {last}"
+
+
+SILENT = "tier 1 did not answer: redis://127.0.0.1:1"
+
+
+def test_du_and_ls_show_the_tiers_that_answer_and_name_the_one_that_does_not(half_dead, tmp_path):
+    for command in (("du",), ("ls", "--limit", "0")):
+        ran = run(*command, "--store", half_dead)
+        assert ran.status == 1
+        (line,) = (line for line in ran.out.splitlines() if line.startswith(SILENT))
+        assert "Connection refused" in line
+        (said,) = run_json(*command, "--store", half_dead)["problems"]
+        assert said == line.rstrip()
+    document = run_json("du", "--store", half_dead)
+    assert [use["blocks"] for use in document["namespaces"]] == [2, 2]
+    assert [tier["room"] is None for tier in document["tiers"]] == [False, True, False]
+    assert f"file://{tmp_path}/below; " in run("du", "--store", half_dead).out
+
+
+def test_ls_finds_what_is_only_below_the_tier_that_does_not_answer(half_dead, stack):
+    _, below = keys_in(stack)
+    with contextlib.closing(open_store(stack.partition(" ")[0], read_settings())) as arena:
+        arena.remove(list(below))
+    listed = run_json("ls", "--store", half_dead, "--limit", "0")
+    assert below <= {value["key"] for value in listed["values"]}
+
+
+def test_no_tier_can_be_listed_if_the_first_is_away(tmp_path):
+    (tmp_path / "below").mkdir()
+    ran = run("du", "--store", f"redis://127.0.0.1:1 file://{tmp_path}/below")
+    assert ran.status == 2
+    assert "Connection refused" in ran.err
+
+
+def test_purge_clears_what_answers_and_says_what_to_do_about_the_rest(half_dead, stack, prompts):
+    one = prompts[0].namespace.hex
+    rehearsed = run("purge", "--namespace", one, "--dry-run", "--store", half_dead)
+    assert rehearsed.status == 1
+    assert SILENT in rehearsed.out
+    ran = run("purge", "--namespace", one, "--store", half_dead)
+    assert ran.status == 2
+    assert "redis://127.0.0.1:1" in ran.err
+    assert "Connection refused" in ran.err
+    assert "purge again when it answers" in ran.err
+    for keys in keys_in(stack):
+        assert not any(one in key for key in keys)
+    unknown = run("purge", "--namespace", "0", "--store", half_dead)
+    assert SILENT in unknown.err, "what is not found may be there"
 
 
 def test_du_counts_a_value_once_and_shows_the_room_of_each_tier(stack, tmp_path):

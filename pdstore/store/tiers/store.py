@@ -237,9 +237,10 @@ class TieredStore(Store):
         )
         failed += purge.end([tier.purges.lower for tier in self.lower if tier in cleared])
         if failed:
+            silent = "; ".join(map(str, failed))
             raise StoreError(
-                f"the first tier is cleared, but not this one: {failed[0]}; purge again when it"
-                " answers"
+                f"all other tiers are cleared, but not this one: {silent}",
+                remedy="purge again when it answers",
             )
 
     def _join(self, keys: Sequence[BlockKey]) -> None:
