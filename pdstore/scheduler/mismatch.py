@@ -16,7 +16,7 @@ from pdstore.settings import Settings
 from pdstore.store.base import Store
 from pdstore.store.connect import place_of, read_pool_id
 from pdstore.store.optional import num_evicted
-from pdstore.store.url import Place, Reach
+from pdstore.store.url import Place, Reach, urls_in
 from pdstore.threads import Deadline, Ticker, call_or
 
 log = logging.getLogger(__name__)
@@ -338,8 +338,9 @@ def _remedy_for(label: str, settings: Settings) -> str:
     """Returns what to do if P has another pool than this instance, whose store has this label."""
     place = Place()
     with contextlib.suppress(ConfigError):
-        url = settings.store if settings.store.startswith(label) else label
-        place = place_of(url, settings)
+        url, *_ = urls_in(settings.store)  # of several tiers, P and D meet in the first
+        first, *_ = urls_in(label)
+        place = place_of(url if url.startswith(first) else first, settings)
     if place.reach is Reach.PROCESS:
         return _OF_ONE_PROCESS
     if place.reach is Reach.HOST:

@@ -19,6 +19,10 @@ _VARIABLE = re.compile(r"\$(\{\w+\}|\(\w+\)|[A-Z_][A-Z0-9_]+)")
 _OPTION_AFTER_SEMICOLON = re.compile(r";(\w+)=")
 _TIER = re.compile(r"(?<=\S)\s+(?=[a-z][a-z0-9+.-]*://)")
 """Matches the blanks between two of several URLs."""
+_BEFORE_PATH = re.compile(
+    r"[^:\s]*://((\[[^\]\s]*\]|[^:@/?#,\s]*)(:[0-9]*)?(,|(?=[/?#]|$)))*([/?#]\S*)?"
+)
+"""Matches a URL without a password, whose hosts have numbers as ports."""
 _MILLISECONDS = re.compile("([0-9.]+)ms")
 _BLANK = (
     "write %20 for a blank inside a URL; blanks separate the URLs of several tiers, the fastest"
@@ -217,8 +221,26 @@ def _hosts_apart(text: str) -> tuple[str, list[str]]:
 
 
 def urls_in(text: str) -> list[str]:
-    """Splits the text of PDSTORE_STORE into the URLs of its tiers; most have one."""
-    return _TIER.split(text)
+    """Splits the text of PDSTORE_STORE into the URLs of its tiers; most have one.
+
+    A password may have a blank and `x://` in it by mistake. So what begins as a URL that no host
+    can have goes on up to the last URL with a password.
+    """
+    urls = _TIER.split(text)
+    for start, url in enumerate(urls):
+        is_cut = "@" not in url and not _is_without_password(url.partition("://")[0])
+        if is_cut and not _BEFORE_PATH.fullmatch(url):
+            rest = range(start + 1, len(urls))
+            ends = [i + 1 for i in rest if "@" in _user_and_host(urls[i])]
+            end = max(ends, default=start + 1)
+            return [*urls[:start], " ".join(urls[start:end]), *urls[end:]]
+    return urls
+
+
+def _user_and_host(url: str) -> str:
+    """Returns what follows a scheme that has passwords; an empty text for another scheme."""
+    scheme, _, rest = url.partition("://")
+    return "" if _is_without_password(scheme) else rest
 
 
 def without_secret(text: str) -> str:

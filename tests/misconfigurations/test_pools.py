@@ -77,6 +77,23 @@ def test_two_arenas_of_one_name_are_told_to_be_of_two_users_or_hosts(over, caplo
     assert_said(caplog, "run them as one user on one host", "this instance's pool is /dev/shm/pdst")
 
 
+def test_arenas_over_files_are_told_to_be_in_the_directory_of_their_url(
+    caplog, tmp_path, closed_after
+):
+    for name in "pd":
+        (tmp_path / name).mkdir()
+    instances = []
+    for name in "pd":
+        url = f"shm://pool?size=8MiB&dir={tmp_path}/{name} file://{tmp_path}/below"
+        store = closed_after(connect_store(read_settings(store=url), Metrics()))
+        instances.append(closed_after(Instance(store, store_url=url)))
+    p, d = instances
+    eventually(lambda: p.cache.pool_id and d.cache.pool_id, SOON_S)
+    _, params = saved(p)
+    assert found(d, params).reason is Reason.OTHER_POOL
+    assert_said(caplog, "run them as one user on one host", f"pool is {tmp_path}/d/pdstore-")
+
+
 @pytest.mark.misconfiguration("P and D name two directories, redis databases or servers")
 @pytest.mark.parametrize("kind", ["directory", "redis db", "redis server"])
 def test_p_and_d_with_pools_of_their_own_are_told_to_share_one(

@@ -19,7 +19,7 @@ from pdstore.store import open_store
         ("memory://", "MemoryStore", "memory://"),
         ("memory://tests?budget=1MiB&lease=3", "MemoryStore", "memory://tests"),
         ("file://{tmp}/pool?budget=1GiB&lease=3", "FileStore", "file://{tmp}/pool"),
-        ("file://{tmp}/a%20pool", "FileStore", "file://{tmp}/a pool"),
+        ("file://{tmp}/a%20pool", "FileStore", "file://{tmp}/a%20pool"),
         ("redis://", "RedisStore", "redis://"),
         ("redis://host:7000/2?timeout=0.5", "RedisStore", "redis://host:7000/2"),
         ("rediss://user:secret@host/1", "RedisStore", "rediss://user:***@host/1"),

@@ -10,6 +10,7 @@ from pdstore.errors import ConfigError
 from pdstore.settings import Settings
 from pdstore.store import StoreURL, open_store
 from pdstore.store.connect import check_url
+from pdstore.store.url import urls_in, without_secret
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,38 @@ def test_a_path_may_have_an_at():
 
 def test_a_url_shows_no_secret_when_it_is_printed():
     assert repr(StoreURL.of("redis://u:hush@h/1?x=hush")) == "StoreURL('redis://u:***@h/1')"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://u:hu sh x://more@host",
+        "redis://u:hush x://more@host",
+        "redis://u:hu sh x://more y://sh@host file:///pool",
+        "shm://pool redis://:hush x://more@host",
+        "redis://:hush file:///more file:///pool@1 redis://more@host",
+    ],
+)
+def test_no_part_of_a_password_with_a_blank_and_a_url_in_it_is_shown(text):
+    shown = without_secret(text)
+    assert "***@host" in shown
+    for use in (open_store, check_url):
+        with pytest.raises(ConfigError, match="write %20 for a blank") as caught:
+            use(text, Settings())
+        shown += str(caught.value)
+    assert not any(part in shown for part in ("hu", "sh x", "more"))
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["redis://host:6379/0", "redis://:hush@other:6379"],
+        ["redis+cluster://[::1]:1,h:2?timeout=1", "file:///a@b", "redis://u:x@[::1]"],
+        ["shm://pool?dir=/dev/shm", "redis+unix://", "file:///a:b", "rediss://u@h"],
+    ],
+)
+def test_urls_of_tiers_are_told_apart_beside_passwords(urls):
+    assert urls_in(" ".join(urls)) == urls
 
 
 @pytest.mark.misconfiguration("quotes in the URL, as docker's `--env-file` leaves them")

@@ -79,6 +79,7 @@ class Instance:
 
     swap: makes the pool's block copies from the layout and the caches; None: the pool's choice.
     rank: the number of a tensor-parallel rank, and how many there are.
+    store_url: PDSTORE_STORE in its settings, for what it tells of its store.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Instance:
         boundary_tokens: int | None = None,
         dtype: str = "float32",
         draft: str = "",
+        store_url: str = "memory://",
         **changes: object,
     ) -> None:
-        self.store, self.settings = store, settings_of(**changes)
+        self.store, self.settings = store, settings_of(store=store_url, **changes)
         self.layout = Layout.of(
             self.settings,
             dtype=dtype,

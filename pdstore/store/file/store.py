@@ -89,7 +89,7 @@ class FileStore(Store):
         direct: DirectFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.label = f"file://{root}"
+        self.label = f"file://{root}".replace(" ", "%20")
         self.root = root
         self._lifecycle = Lifecycle(self.label)
         self._lease_s = lease_s
