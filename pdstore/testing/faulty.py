@@ -133,7 +133,7 @@ class Faulty(WrapperStore):
 
     def _hang(self) -> None:
         deadline = Deadline(MOST_HELD_S)
-        is_held = not self._open.is_set()
+        is_held = False
         self._open.wait(MOST_HELD_S)
         if self._hold_file is not None:
             while self._hold_file.exists() and not deadline.is_over():

@@ -22,7 +22,7 @@ BATCH_BYTES = 32 << 20
 COPY_BYTES_PER_S = 500_000_000
 WAITING_BYTES = 16 << 30
 """The most bytes of values that wait for their copies: only their keys take memory."""
-_PAUSE_S = 1.0  # between two looks whether a tier that failed is back
+PAUSE_S = 1.0  # between two looks whether a tier that failed is back
 _LONGEST_PAUSE_S = 8.0
 _MOST_TRIES = 10
 """How often values are copied whose tier fails each time, though it answers other calls."""
@@ -165,18 +165,18 @@ class Copier:
         if began_at < self._next_at:
             return self._next_at - began_at
         if self._is_out():
-            return _PAUSE_S
+            return PAUSE_S
         with self._next:
             self._copying.acquire()
         try:
             if not self._take_back():
-                return _PAUSE_S
+                return PAUSE_S
             self._copy_batch(began_at)
             if not self._queue.num_bytes or len(self._uses) == _MOST_USES:
                 self._count_uses()
         finally:
             self._copying.release()
-        pause_s = min(_PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
+        pause_s = min(PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
         return max(pause_s if self._num_tries else 0.0, self._next_at - self._clock())
 
     def _count_uses(self) -> None:
