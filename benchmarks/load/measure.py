@@ -39,8 +39,8 @@ _COUNTED = {
     "preempted": "vllm:num_preemptions_total",
 }
 """The counters of each column, by how their names begin. An older pdstore lacks some."""
-_OF_TIERS = "tier"
-"""A part of the names of what is counted for one tier alone."""
+_OF_TIERS = ("pdstore_tier_copies_total", "pdstore_tier_tokens_total", "pdstore_tier_bytes_total")
+"""How the names begin of what is counted for one tier alone."""
 COUNTS = [*_COUNTED, "unanswered", "errors", "by tier"]
 OPTIONS = ("users", "turns", "document", "pool_gib", "gpu", "vocabulary")
 """Sizes that the command line may change."""
@@ -147,7 +147,7 @@ class _Load:
             return int(sum(new.get(n, 0) - old.get(n, 0) for old, new in pairs for n in names))
 
         counts = [more(each) for each in _COUNTED.values()]
-        of_tiers = {n: more(n) for _, new in pairs for n in new if _OF_TIERS in n}
+        of_tiers = {n: more(n) for _, new in pairs for n in new if n.startswith(_OF_TIERS)}
         ended = [a for a in self.client.answers if 0 <= a.times[-1] - begin < seconds]
         times = [time - begin for answer in self.client.begun for time in answer.times]
         tokens = sum(0 <= time < seconds for time in times)

@@ -148,7 +148,7 @@ def test_what_lies_in_a_lower_tier_is_counted_by_tier(tmp_path):
     )
     by_kind = {row["kind"]: row for row in json.loads(file.read_text())["rows"]}
     assert all(row["answers/s"] > 0 and not row["errors"] for row in by_kind.values())
-    assert "tier1_copied" in by_kind["tiers"]["by tier"]
+    assert "copied" in by_kind["tiers"]["by tier"]
     assert not by_kind["shm"]["by tier"]
 
 
