@@ -278,15 +278,26 @@ class Copier:
         num_copied = 0
         with contextlib.suppress(StoreClosed):
             num_copied = self._num_done(self._lower, self._lower.put, keys, slots)
-        # a put that failed may have stored values, too
-        is_purged = not self._purges.are_current(samples)
-        gone = set(keys) if is_purged else self._gone_from_above(keys)
+        gone = self._wrong_below(keys, samples)
+        if gone is None:  # a put that failed may have stored values, too
+            num_copied, gone = 0, set(keys)
         self._to_take_back |= gone
         self._take_back()
         num_lost = len(gone.intersection(keys[:num_copied]))
         self._counts["lost"] += num_lost
         self._counts["copied"] += num_copied - num_lost
         return num_copied
+
+    def _wrong_below(
+        self, keys: Sequence[BlockKey], samples: Mapping[str, Sample]
+    ) -> set[BlockKey] | None:
+        """Returns which keys must not stay in the lower tier; None if that cannot be found out."""
+        try:
+            is_purged = not self._purges.are_current(samples)
+        except StoreError as error:
+            self._note_failure(error, keys)
+            return None
+        return set(keys) if is_purged else self._gone_from_above(keys)
 
     def _take_back(self) -> bool:
         """Removes below what was gone from the first tier after its copy; False if that failed."""

@@ -57,10 +57,10 @@ class Promotion:
 
         Reads the purge numbers, at most once in a second.
         """
-        began_at = time.monotonic()
-        self._reads.began_at = min(began_at, getattr(self._reads, "began_at", began_at))
         for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
             self._lower[number - 1].purges.before_promotion(namespace)
+        began_at = time.monotonic()  # after the numbers were read: else they prove nothing
+        self._reads.began_at = min(began_at, getattr(self._reads, "began_at", began_at))
 
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
         """Puts those of the values that were found below into the first tier, if it is worth it.

@@ -308,11 +308,8 @@ class PurgeWatch:
         return samples
 
     def are_current(self, samples: Mapping[str, Sample]) -> bool:
-        """True if no purge has begun since these samples; False if that cannot be read."""
-        try:
-            return all(self.sample(namespace) == each for namespace, each in samples.items())
-        except StoreError:
-            return False
+        """True if no purge has begun since these samples. Raises StoreError."""
+        return all(self.sample(namespace) == each for namespace, each in samples.items())
 
     def before_promotion(self, namespace: str, read_at: float | None = None) -> Sample | None:
         """Returns a sample for values that are to be copied up; None if a purge forbids it.
