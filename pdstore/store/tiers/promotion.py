@@ -43,7 +43,7 @@ class Promotion:
         self._under_way: set[BlockKey] = set()
         self._num_stops = 0
         self._counts: Counter[int] = Counter()
-        self._reads = threading.local()  # when the present thread began to read what it promotes
+        self._reads = threading.local()  # when the present thread began to read in each tier
         self._to_take_back: set[BlockKey] = set()
         self.admission: Admission | None = None
 
@@ -59,8 +59,8 @@ class Promotion:
         """
         for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
             self._lower[number - 1].purges.before_promotion(namespace)
-        began_at = time.monotonic()  # after the numbers were read: else they prove nothing
-        self._reads.began_at = min(began_at, getattr(self._reads, "began_at", began_at))
+        # after the numbers were read: else they prove nothing
+        vars(self._reads).setdefault("began_at", {}).setdefault(number, time.monotonic())
 
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
         """Puts those of the values that were found below into the first tier, if it is worth it.
@@ -69,7 +69,7 @@ class Promotion:
         values must make the call.
         put: puts values into the first tier; None: the tier's own put. Raises StoreError.
         """
-        read_at = vars(self._reads).pop("began_at", None)
+        began_at = vars(self._reads).pop("began_at", {})
         self._take_back()
         numbers = self._found.which_tier(keys)
         with self._begun([key for key, number in zip(keys, numbers, strict=True) if number]) as own:
@@ -77,7 +77,7 @@ class Promotion:
             indices = [i for i, key in enumerate(keys) if key in missing]
             chosen = slots.chosen(indices)
             places = {(numbers[i], namespace_of(keys[i])) for i in indices}
-            samples = self._samples(places, read_at)
+            samples = self._samples(places, began_at)
             if indices and samples is not None and self._is_worth_it(chosen.sizes):
                 promoted = [keys[i] for i in indices]
                 try:
@@ -98,12 +98,13 @@ class Promotion:
                 self._num_stops -= 1
 
     def _samples(
-        self, places: Iterable[tuple[int, str]], read_at: float | None
+        self, places: Iterable[tuple[int, str]], began_at: Mapping[int, float]
     ) -> Mapping[tuple[int, str], Sample] | None:
         """Returns the purge numbers of tiers and namespaces; None if a purge forbids promotions."""
         samples = {}
         for number, namespace in places:
-            sample = self._lower[number - 1].purges.before_promotion(namespace, read_at)
+            purges = self._lower[number - 1].purges
+            sample = purges.before_promotion(namespace, began_at.get(number))
             if sample is None:
                 return None
             samples[number, namespace] = sample
