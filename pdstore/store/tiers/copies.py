@@ -193,7 +193,8 @@ class Copier:
     def _copy_batch(self, began_at: float) -> None:
         """Copies the values of a batch that the lower tier lacks.
 
-        Those that the tier has already count for nothing in the rate, and need no admission.
+        Those that the tier has already count for nothing in the rate, and need no admission. The
+        purge numbers are read first: what a tier has that has missed a purge counts for nothing.
         """
         batch = self._queue.take(BATCH_BYTES)
         if not batch:
@@ -204,12 +205,15 @@ class Copier:
         is_short = True
         is_admitted = True
         try:
-            missing = _missing(self._lower, self._finder, [key for key, _ in batch])
+            keys = [key for key, _ in batch]
+            samples = self._samples(keys)
+            finder = self._finder if samples is not None else None
+            missing = _missing(self._lower, finder, keys)
             rest = [(key, size) for key, size in batch if key in missing]
             is_admitted = not rest or self._is_admitted([size for _, size in rest])
             if is_admitted:
                 self._next_at = began_at + sum(size for _, size in rest) / self._bytes_per_s
-                num_given_up, is_short = self._copy(rest)
+                num_given_up, is_short = self._copy(rest, samples)
             else:
                 num_given_up = len(rest)
         finally:
@@ -229,19 +233,19 @@ class Copier:
         self._is_decided = oldest_s is None or self.admission.admits(oldest_s)
         return self._is_decided
 
-    def _copy(self, batch: Sequence[tuple[BlockKey, int]]) -> tuple[int, bool]:
+    def _copy(
+        self, batch: Sequence[tuple[BlockKey, int]], samples: Mapping[str, Sample] | None
+    ) -> tuple[int, bool]:
         """Copies values that the lower tier lacks; returns how many of them are given up.
 
         The second item is True if not all were copied, whether they are given up or lost. Puts back
         those at which a tier failed, and those behind them.
         """
-        self._failed_at = None
         if not batch:
             self._num_tries = 0
             return 0, False
         keys = [key for key, _ in batch]
         num_right = num_copied = 0
-        samples = self._samples(keys)
         if samples is not None:
             slots = self._slots([size for _, size in batch])
             num_right = self._read(keys, slots)
@@ -265,6 +269,7 @@ class Copier:
 
     def _samples(self, keys: Sequence[BlockKey]) -> Mapping[str, Sample] | None:
         """Reads the purge numbers before a copy; None if a purge forbids it, or if that fails."""
+        self._failed_at = None
         try:
             return self._purges.before_copies(namespaces_of(keys))
         except StoreError as error:

@@ -55,10 +55,11 @@ class Promotion:
     def begin_read(self, number: int, keys: Sequence[BlockKey]) -> None:
         """Notes when this thread begins to read values in a lower tier that it may promote.
 
-        Reads the purge numbers, at most once in a second.
+        Reads the purge numbers the first time that a namespace is read. Later reads do no I/O here:
+        `promote` reads the numbers again, and a slow answer must not leave the tier out for a load.
         """
         for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
-            self._lower[number - 1].purges.before_promotion(namespace)
+            self._lower[number - 1].purges.learn(namespace)
         # after the numbers were read: else they prove nothing
         vars(self._reads).setdefault("began_at", {}).setdefault(number, time.monotonic())
 
@@ -79,11 +80,7 @@ class Promotion:
             places = {(numbers[i], namespace_of(keys[i])) for i in indices}
             samples = self._samples(places, began_at)
             if indices and samples is not None and self._is_worth_it(chosen.sizes):
-                promoted = [keys[i] for i in indices]
-                try:
-                    self._put(promoted, chosen, put or self._first.put)
-                finally:
-                    self._keep_or_take_back(promoted, samples)
+                self._put([keys[i] for i in indices], chosen, put or self._first.put, samples)
 
     @contextlib.contextmanager
     def stopped(self, timeout_s: float) -> Iterator[None]:
@@ -100,31 +97,41 @@ class Promotion:
     def _samples(
         self, places: Iterable[tuple[int, str]], began_at: Mapping[int, float]
     ) -> Mapping[tuple[int, str], Sample] | None:
-        """Returns the purge numbers of tiers and namespaces; None if a purge forbids promotions."""
+        """Returns the purge numbers of tiers and namespaces; None if a purge forbids promotions.
+
+        None also if this thread has not read in one of the tiers: its value is then of another
+        tier, and another thread has found the key here since.
+        """
         samples = {}
         for number, namespace in places:
             purges = self._lower[number - 1].purges
-            sample = purges.before_promotion(namespace, began_at.get(number))
+            read_at = began_at.get(number)
+            sample = None if read_at is None else purges.before_promotion(namespace, read_at)
             if sample is None:
                 return None
             samples[number, namespace] = sample
         return samples
 
-    def _keep_or_take_back(
-        self, keys: Sequence[BlockKey], samples: Mapping[tuple[int, str], Sample]
-    ) -> None:
-        """Removes from the first tier what went up while a purge began."""
-        for (number, namespace), sample in samples.items():
-            if not self._lower[number - 1].purges.may_keep(namespace, sample):
-                self._to_take_back.update(keys)
-        self._take_back()
+    def _may_keep(self, samples: Mapping[tuple[int, str], Sample]) -> bool:
+        """True if no purge has begun since these samples."""
+        return all(
+            self._lower[number - 1].purges.may_keep(namespace, sample)
+            for (number, namespace), sample in samples.items()
+        )
 
     def _take_back(self) -> None:
         """Removes what must not stay in the first tier. Raises StoreError; then it stays noted."""
-        if self._to_take_back:
+        with self._changed:
             keys = list(self._to_take_back)
+            self._to_take_back.clear()  # now: what is noted from now on is not removed by this call
+        if not keys:
+            return
+        try:
             self._first.remove(keys)
-            self._to_take_back.difference_update(keys)
+        except StoreError:
+            with self._changed:
+                self._to_take_back.update(keys)
+            raise
 
     @contextlib.contextmanager
     def _begun(self, keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
@@ -157,7 +164,14 @@ class Promotion:
             return True
         return self.admission is not None and self.admission.admits(oldest_s)
 
-    def _put(self, keys: Sequence[BlockKey], slots: Slots, put: Put) -> None:
+    def _put(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        put: Put,
+        samples: Mapping[tuple[int, str], Sample],
+    ) -> None:
+        """Puts values into the first tier, and takes them out again if a purge began meanwhile."""
         num_taken = 0
         try:
             num_taken = count_of(put(keys, slots), keys, self._first)
@@ -165,7 +179,14 @@ class Promotion:
             num_taken = num_done_of(error, keys)
             raise
         finally:
-            taken = keys[:num_taken]
-            with self._changed:
-                self._counts.update(filter(None, self._found.which_tier(taken)))
-            self._found.note_promoted(taken)
+            if self._may_keep(samples):
+                self._note_promoted(keys[:num_taken])
+            else:
+                with self._changed:
+                    self._to_take_back.update(keys)  # a put that failed may have stored more
+                self._take_back()
+
+    def _note_promoted(self, keys: Sequence[BlockKey]) -> None:
+        with self._changed:
+            self._counts.update(filter(None, self._found.which_tier(keys)))
+        self._found.note_promoted(keys)

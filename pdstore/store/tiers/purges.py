@@ -279,7 +279,7 @@ class PurgeWatch:
         """Gives the first tier the lower one's number if it has nothing of a namespace yet.
 
         So a first tier that is new, as after a restart of its host, need not be purged. It is
-        called before the first put of a namespace; later calls do no I/O. A first tier that cannot
+        called before the first put of a namespace, and before a purge; later calls do no I/O. A first tier that cannot
         list its values is not believed to be new.
         """
         for namespace in set(namespaces) - self._joined:
@@ -310,6 +310,11 @@ class PurgeWatch:
     def are_current(self, samples: Mapping[str, Sample]) -> bool:
         """True if no purge has begun since these samples. Raises StoreError."""
         return all(self.sample(namespace) == each for namespace, each in samples.items())
+
+    def learn(self, namespace: str) -> None:
+        """Reads the numbers of a namespace for later promotions, unless they were read before."""
+        if namespace not in self._known:
+            self.before_promotion(namespace)
 
     def before_promotion(self, namespace: str, read_at: float | None = None) -> Sample | None:
         """Returns a sample for values that are to be copied up; None if a purge forbids it.

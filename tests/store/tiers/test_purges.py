@@ -300,6 +300,39 @@ def test_a_tier_that_has_missed_a_purge_is_cleared_before_the_next_copy(open_tie
     assert store.lower[0].purges.sample(namespace) == Sample(2, 2)
 
 
+def test_what_a_tier_has_kept_that_missed_a_purge_is_copied_anew(open_tiers):
+    """The same prompts are saved after the purge, and the tier seems to have them already."""
+    first, inner = MemoryStore(), MemoryStore()
+    below = Faulty(inner)
+    store, keys = open_tiers(first, below, limits=[Limits(look_s=0.02)]), fresh_keys(3)
+    put_all(store, keys)
+    assert store.flush()
+    with held(below), pytest.raises(StoreError, match="purge again when it answers"):
+        store.clear(namespace_of(keys))
+    eventually(lambda: not store.lower[0].is_out, 10)
+    put_all(store, keys, version=1)
+    assert store.flush()
+    assert get(inner, keys, [SIZE] * 3) == contents(keys, SIZE, 1)
+
+
+def test_a_purge_on_a_host_that_is_new_is_noticed_on_others(open_tiers, tmp_path):
+    keys = fresh_keys(3)
+    namespace = namespace_of(keys)
+
+    def purge():
+        new = open_tiers(MemoryStore(), FileStore(tmp_path / "shared"))
+        new.clear(namespace)
+
+    below = AtPut(FileStore(tmp_path / "shared"))
+    theirs = open_tiers(MemoryStore(), below)
+    theirs.clear(namespace)
+    below.before = purge
+    put_all(theirs, keys)
+    assert theirs.flush()
+    assert below.match(keys) == 0
+    assert theirs.lower[0].purges.sample(namespace) == Sample(2, 4)
+
+
 def test_numbers_survive_a_restart_and_a_clear(open_tiers, tmp_path):
     keys = fresh_keys(2)
     namespace = namespace_of(keys)
