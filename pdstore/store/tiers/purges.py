@@ -275,16 +275,18 @@ class PurgeWatch:
                 self._refused[namespace] = sample
         return sample
 
-    def join(self, namespaces: Iterable[str]) -> None:
+    def join(self, namespaces: Iterable[str], *, waits: bool = False) -> None:
         """Gives the first tier the lower one's number if it has nothing of a namespace yet.
 
         So a first tier that is new, as after a restart of its host, need not be purged. It is
-        called before the first put of a namespace, and before a purge; later calls do no I/O. A first tier that cannot
-        list its values is not believed to be new.
+        called before the first put of a namespace, and before a purge; later calls do no I/O. A
+        first tier that cannot list its values is not believed to be new.
+        waits: True if the caller waits for the lower tier as long as that takes.
         """
         for namespace in set(namespaces) - self._joined:
-            last = self._within_limit(partial(self.lower.last, namespace))
+            search = partial(self.lower.last, namespace)
             with suppress(StoreError):
+                last = search() if waits else self._within_limit(search)
                 if last is None:
                     continue
                 if self.may_adopt(namespace, Sample(self.first.last(namespace), last)):

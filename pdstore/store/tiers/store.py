@@ -219,7 +219,9 @@ class TieredStore(Store):
         prefix = prefix_of(namespace)
         for tier in self.lower:
             tier.find_out(_PATIENCE_S)
-            tier.purges.join([namespace])  # else the purge of a new tier would go unnoticed elsewhere
+            tier.purges.join(
+                [namespace]
+            )  # else the purge of a new tier would go unnoticed elsewhere
         numbers = [tier.purges.lower for tier in self.lower if not tier.is_out]
         purge = Purge(namespace, self._numbers, numbers)
         failed = purge.begin()
