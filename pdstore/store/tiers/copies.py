@@ -26,8 +26,9 @@ PAUSE_S = 1.0  # between two looks whether a tier that failed is back
 _LONGEST_PAUSE_S = 8.0
 _MOST_TRIES = 10
 """How often values are copied whose tier fails each time, though it answers other calls."""
-_MOST_USES = 256
-"""The most uses of prompts that wait to be counted below; beyond that the oldest is forgotten."""
+_MOST_USED = 1 << 17
+"""The most keys, each in about 130 bytes, whose use waits to be counted below; beyond that the
+oldest use is forgotten."""
 _PAGE = 4096
 
 
@@ -84,7 +85,8 @@ class Copier:
         self._memory = memoryview(b"")
         self._counts: Counter[str] = Counter()
         self._to_take_back: set[BlockKey] = set()
-        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_USES)
+        self._uses: deque[Sequence[BlockKey]] = deque()
+        self._num_used = 0  # keys of `_uses`
         self._failed_at: BlockKey | None = None  # of the batch: where a tier failed
         self._num_tries = 0  # since values were copied
 
@@ -114,7 +116,11 @@ class Copier:
         Else a block that is found above each time would be the lower tier's oldest.
         """
         if self._by_use is not None and keys:
-            self._uses.append(keys)
+            with self._lock:
+                self._uses.append(keys)
+                self._num_used += len(keys)
+                while self._num_used > _MOST_USED and len(self._uses) > 1:
+                    self._num_used -= len(self._uses.popleft())
             self._wake()
 
     def _wake(self) -> None:
@@ -172,23 +178,28 @@ class Copier:
             if not self._take_back():
                 return PAUSE_S
             self._copy_batch(began_at)
-            if not self._queue.num_bytes or len(self._uses) == _MOST_USES:
-                self._count_uses()
+            if not self._queue.num_bytes or self._num_used > _MOST_USED // 2:
+                self._count_use()
         finally:
             self._copying.release()
         pause_s = min(PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
         return max(pause_s if self._num_tries else 0.0, self._next_at - self._clock())
 
-    def _count_uses(self) -> None:
-        """Counts uses in the lower tier, after the copies that were queued before, if possible.
+    def _count_use(self) -> None:
+        """Counts a use in the lower tier, after the copies that were queued before, if possible.
 
-        A copy is used later than what was there, and the last block of a chain must go first.
+        A copy is used later than what was there, and the last block of a chain must go first. It
+        counts one use in a turn: removals wait for a turn.
         """
-        while self._by_use is not None and self._uses:
-            keys = self._uses.popleft()
-            missing = _missing(self._lower, self._finder, keys)
+        with self._lock:
+            keys = self._uses.popleft() if self._uses else ()
+            self._num_used -= len(keys)
+        if keys and self._by_use is not None:
+            if self._finder is not None:  # it may end at the first key that is missing
+                missing = _missing(self._lower, self._finder, keys)
+                keys = [key for key in keys if key not in missing]
             with contextlib.suppress(StoreError):
-                self._by_use.use([key for key in keys if key not in missing])
+                self._by_use.use(keys)
 
     def _copy_batch(self, began_at: float) -> None:
         """Copies the values of a batch that the lower tier lacks.

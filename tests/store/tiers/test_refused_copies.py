@@ -168,6 +168,31 @@ def test_the_age_of_a_tier_that_hangs_or_fails_is_waited_for_once(open_tiers):
     eventually(lambda: by_use.oldest_age_s([SIZE]) == 1.0, 10)
 
 
+class NotesUses(HangsWhenAsked):
+    """A tier that notes of which keys uses are counted."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.used = []
+
+    def use(self, keys):
+        self.used.append(keys)
+
+
+def test_uses_wait_for_a_tier_that_hangs_with_a_bounded_number_of_keys(open_tiers, monkeypatch):
+    monkeypatch.setattr(copies, "_MOST_USED", 8)
+    inner, keys = MemoryStore(), fresh_keys(6)
+    put_all(inner, keys)
+    below = NotesUses(inner)
+    store = open_tiers(MemoryStore(), below, limits=[Limits(look_s=0.02)])
+    with held(below):
+        assert store.match(keys) == 0
+        for end in (2, 3, 4, 1):
+            store.optional(EvictsByUse).use(keys[:end])
+    eventually(lambda: len(below.used) == 3, 10)
+    assert below.used == [keys[:3], keys[:4], keys[:1]]
+
+
 class FailsWhenAsked(HangsWhenAsked):
     def oldest_age_s(self, sizes):
         raise StoreUnavailable("not now")
