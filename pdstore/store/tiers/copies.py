@@ -23,10 +23,10 @@ COPY_BYTES_PER_S = 500_000_000
 WAITING_BYTES = 16 << 30
 """The most bytes of values that wait for their copies: only their keys take memory."""
 PAUSE_S = 1.0  # between two looks whether a tier that failed is back
-_LONGEST_PAUSE_S = 8.0
+LONGEST_PAUSE_S = 8.0
 _MOST_TRIES = 10
 """How often values are copied whose tier fails each time, though it answers other calls."""
-_MOST_USED = 1 << 17
+MOST_USED = 1 << 17
 """The most keys, each in about 130 bytes, whose use waits to be counted below; beyond that the
 oldest use is forgotten."""
 _PAGE = 4096
@@ -119,7 +119,7 @@ class Copier:
             with self._lock:
                 self._uses.append(keys)
                 self._num_used += len(keys)
-                while self._num_used > _MOST_USED and len(self._uses) > 1:
+                while self._num_used > MOST_USED and len(self._uses) > 1:
                     self._num_used -= len(self._uses.popleft())
             self._wake()
 
@@ -178,11 +178,11 @@ class Copier:
             if not self._take_back():
                 return PAUSE_S
             self._copy_batch(began_at)
-            if not self._queue.num_bytes or self._num_used > _MOST_USED // 2:
+            if not self._queue.num_bytes or self._num_used > MOST_USED // 2:
                 self._count_use()
         finally:
             self._copying.release()
-        pause_s = min(PAUSE_S * 2**self._num_tries / 2, _LONGEST_PAUSE_S)
+        pause_s = min(PAUSE_S * 2**self._num_tries / 2, LONGEST_PAUSE_S)
         return max(pause_s if self._num_tries else 0.0, self._next_at - self._clock())
 
     def _count_use(self) -> None:

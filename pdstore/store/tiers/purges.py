@@ -34,7 +34,7 @@ LATE_S = 2.0
 A process that is killed between a copy and its second look takes nothing back. So the purge lets
 copies that began before it end first: it then clears what they have stored.
 """
-_FRESH_S = 1.0  # for which the numbers that one promotion read serve the next ones
+FRESH_S = 1.0  # for which the numbers that one promotion read serve the next ones
 _MOST_KEYS = 1024  # in one search for the last number
 _MOST_TRIES = 100
 _NAMESPACE = slice(5, 5 + 2 * HASH_BYTES)  # of a block's key: `pds1:` and 32 hex digits
@@ -267,7 +267,18 @@ class PurgeWatch:
 
     def sample(self, namespace: str) -> Sample:
         """Reads the numbers of a namespace now. Raises StoreError."""
-        sample = Sample(self.first.last(namespace), self.lower.last(namespace))
+        return self._noted(namespace, self.first.last(namespace), self.lower.last(namespace))
+
+    def _sample_in_time(self, namespace: str) -> Sample | None:
+        """Does what `sample` does; returns None if that fails, or the lower tier is late."""
+        with suppress(StoreError):
+            first = self.first.last(namespace)  # outside the limit: it is not the lower tier's time
+            lower = self._within_limit(partial(self.lower.last, namespace))
+            return None if lower is None else self._noted(namespace, first, lower)
+        return None
+
+    def _noted(self, namespace: str, first: int, lower: int) -> Sample:
+        sample = Sample(first, lower)
         with self._lock:
             if sample.is_quiet:
                 self._refused.pop(namespace, None)
@@ -328,9 +339,9 @@ class PurgeWatch:
         """
         now = time.monotonic()
         known = self._known.get(namespace)
-        if known is None or now - known.read_at > _FRESH_S:
+        if known is None or now - known.read_at > FRESH_S:
             self.join([namespace])
-            sample = self._within_limit(partial(self.sample, namespace))
+            sample = self._sample_in_time(namespace)
             if sample is None:
                 return None
             is_same = known is not None and known.sample == sample
@@ -344,7 +355,7 @@ class PurgeWatch:
 
         Reads the numbers anew: two searches for each call. False also if that takes too long.
         """
-        return bool(self._within_limit(partial(self.sample, namespace)) == sample)
+        return self._sample_in_time(namespace) == sample
 
     def problem(self) -> str | None:
         """Returns what to do about a namespace of which nothing is copied; None if all is well.
@@ -352,7 +363,7 @@ class PurgeWatch:
         Does I/O only while a namespace is refused.
         """
         for namespace in list(self._refused):
-            sample = self._within_limit(partial(self.sample, namespace))
+            sample = self._sample_in_time(namespace)
             if sample is not None and not sample.is_quiet:
                 return self.why_refused(namespace, sample)
         return None

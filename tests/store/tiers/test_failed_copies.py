@@ -77,7 +77,7 @@ def test_a_first_tier_that_fails_loses_no_copies(open_tiers):
 
 def test_values_at_which_a_tier_always_fails_do_not_hold_the_others_up(open_tiers, monkeypatch):
     monkeypatch.setattr(copies, "PAUSE_S", 0.01)
-    monkeypatch.setattr(copies, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(copies, "LONGEST_PAUSE_S", 0.05)
     first, inner = MemoryStore(), MemoryStore()
     below = FailsAt(inner)
     store, keys, others = open_tiers(first, below), fresh_keys(3), fresh_keys(3)

@@ -290,7 +290,7 @@ def slow(open_tiers, monkeypatch):
     plant(below, keys)
     store = open_tiers(MemoryStore(), below, limits=[Limits(look_s=0.05)])
     load(store, keys[:1])
-    monkeypatch.setattr(purges, "_FRESH_S", 0.0)
+    monkeypatch.setattr(purges, "FRESH_S", 0.0)
     return store, below, keys
 
 
@@ -298,6 +298,16 @@ def test_a_load_does_not_fall_short_because_purge_numbers_are_read_slowly(slow):
     store, below, keys = slow
     below.delay_s = 0.3
     load(store, keys[1:])
+
+
+def test_a_first_tier_that_is_slow_leaves_no_lower_tier_out(open_tiers):
+    first, below, keys = SlowNumbers(MemoryStore()), MemoryStore(), fresh_keys(2)
+    plant(below, keys)
+    store = open_tiers(first, below, limits=[Limits(look_s=0.05)])
+    first.delay_s = 0.2
+    load(store, keys)
+    assert not store.lower[0].is_out
+    assert first.match(keys) == 2
 
 
 def test_what_is_taken_out_again_counts_as_found_below(slow):

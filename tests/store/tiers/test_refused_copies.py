@@ -180,7 +180,7 @@ class NotesUses(HangsWhenAsked):
 
 
 def test_uses_wait_for_a_tier_that_hangs_with_a_bounded_number_of_keys(open_tiers, monkeypatch):
-    monkeypatch.setattr(copies, "_MOST_USED", 8)
+    monkeypatch.setattr(copies, "MOST_USED", 8)
     inner, keys = MemoryStore(), fresh_keys(6)
     put_all(inner, keys)
     below = NotesUses(inner)
