@@ -221,14 +221,15 @@ class PromptTimes:
         spans: in which tiers it has them (`Match.spans`); nothing if the store has no tiers.
         """
         self._prompts.pop(name, None)
-        num_loading = sum(self._loading().values())
+        loading = self._loading()
+        num_loading = sum(loading.values())
         end, probed = start, set[int]()
         if self._mode == "auto" and found > start:
-            end, probed = self._end_of_load(start, found, spans)
+            end, probed = self._end_of_load(start, found, spans, loading)
         way: Way = "compute" if end <= start else "load" if end == found else "both"
         way = "none" if found <= start else way
-        loading = tokens_by_tier(spans, start, end)
-        self._prompts[name] = _Prompt(num_tokens, end, way, self._clock(), loading, probed)
+        own = tokens_by_tier(spans, start, end)
+        self._prompts[name] = _Prompt(num_tokens, end, way, self._clock(), own, probed)
         self._most_loading = max(self._most_loading, num_loading + end - start)
         return Decision(end, way)
 
@@ -302,21 +303,24 @@ class PromptTimes:
         self._prompts.pop(name, None)
         self._running.discard(name)
 
-    def _loading(self) -> Counter[int]:
+    def _loading(self) -> Mapping[int, int]:
         """Returns how many tokens of all prompts are being loaded, by tier."""
-        loading: Counter[int] = Counter()
-        for prompt in self._prompts.values():
-            loading.update(prompt.loading)
+        loading: dict[int, int] = {}
+        for prompt in self._prompts.values():  # may be many, and `Counter.update` is slow
+            if prompt.loading:
+                for tier, count in prompt.loading.items():
+                    loading[tier] = loading.get(tier, 0) + count
         return loading
 
     def _end_of_load(
-        self, start: int, found: int, spans: Sequence[TierSpan]
+        self, start: int, found: int, spans: Sequence[TierSpan], loading: Mapping[int, int]
     ) -> tuple[int, set[int]]:
         """Returns where the load ends: at `start` (no load), at `found`, or between.
 
         Also returns the tiers that the load probes: of which it measures the cost anew.
+        loading: as `_loading` returns it.
         """
-        parts = self._parts(start, found, spans)
+        parts = self._parts(start, found, spans, loading)
         backlog = sum(prompt.num_tokens - prompt.at for prompt in self._prompts.values())
         part = self._best(parts, found)
         if self._is_worth_it(part, backlog):
@@ -327,14 +331,15 @@ class PromptTimes:
             return start, set()
         return self._probed(start, found, spans)
 
-    def _parts(self, start: int, found: int, spans: Sequence[TierSpan]) -> list[_Part]:
+    def _parts(
+        self, start: int, found: int, spans: Sequence[TierSpan], loading: Mapping[int, int]
+    ) -> list[_Part]:
         """Returns the parts of a prompt that may be loaded, the whole of what was found first."""
-        loading = self._loading()
         ends = {span.stop for span in spans if start < span.stop < found and self._may_split}
         parts = []
         for end in (found, *sorted(ends, reverse=True)):
             own = tokens_by_tier(spans, start, end)
-            queued = {tier: count + loading[tier] for tier, count in own.items()}
+            queued = {tier: count + loading.get(tier, 0) for tier, count in own.items()}
             parts.append(_Part(end, own, queued))
         return parts
 

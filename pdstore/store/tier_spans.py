@@ -61,6 +61,8 @@ def tokens_by_tier(spans: Sequence[TierSpan], start: int, stop: int) -> Mapping[
 
     Tokens outside the spans count as those of tier 0.
     """
+    if not spans:
+        return {0: stop - start} if start < stop else {}
     counts: Counter[int] = Counter()
     for span in spans:
         counts[span.tier] += max(0, min(stop, span.stop) - max(start, span.start))

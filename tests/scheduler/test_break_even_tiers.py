@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from timeit import repeat
+from types import SimpleNamespace
+
 import pytest
 
 from pdstore.scheduler.break_even import PromptTimes
@@ -175,3 +178,18 @@ def test_where_nothing_tells_the_tiers_of_a_load_the_plan_does(bench):
     one.times.load_ended(one.number, HALF, HALF / FAST)
     one.times.forget(one.number)
     assert one.run((0, HALF), (1, HALF)) == HALF
+
+
+def test_many_prompts_cost_a_decision_little():
+    times = PromptTimes("auto", 64)
+    for number in range(2000):
+        times.decide(number, start=0, found=512, num_tokens=1024)
+    prompts = [SimpleNamespace(at=0, num_tokens=1024) for _ in range(2000)]
+
+    def add_up():
+        return sum(prompt.num_tokens - prompt.at for prompt in prompts)
+
+    def decide():
+        times.decide("one more", start=0, found=512, num_tokens=1024)
+
+    assert min(repeat(decide, number=1, repeat=50)) < 12 * min(repeat(add_up, number=1, repeat=50))
