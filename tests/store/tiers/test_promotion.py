@@ -325,6 +325,23 @@ def test_what_is_taken_out_again_counts_as_found_below(slow):
     assert copies_of(store) == {"promoted": 1}
 
 
+def test_what_was_read_before_another_promotion_does_not_go_up_after_a_purge(
+    open_tiers, monkeypatch
+):
+    """A load may promote other values, those that a copy in place has missed, in between."""
+    monkeypatch.setattr(purges, "FRESH_S", 0.0)
+    first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(3)
+    plant(below, keys)
+    store, other = open_tiers(first, below), open_tiers(first, below)
+    slots = empty_slots([SIZE] * 2)
+    assert store.get(keys[:2], slots) == 2
+    load(store, keys[2:])
+    assert first.match(keys[2:]) == 1
+    other.clear(keys[0].split(":")[1])
+    store.optional(Promotes).promote(keys[:2], slots)
+    assert not any(first.which_stored(keys) + below.which_stored(keys))
+
+
 def test_a_search_that_began_before_a_removal_notes_nothing():
     found, keys = Whereabouts(), fresh_keys(2)
     since = found.num_forgotten
