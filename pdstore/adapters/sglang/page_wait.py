@@ -12,6 +12,7 @@ from pdstore.errors import Reason
 from pdstore.format.keys import PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.scheduler.lookup import Lookup, LookupQueue, Match, find
+from pdstore.scheduler.renewal import store_for_renewals
 from pdstore.settings import LOOKUP_TIMEOUT_S, Settings
 from pdstore.store.base import Store
 from pdstore.store.watch import Backoff
@@ -53,6 +54,10 @@ class PageWait:
         self._before: list[bytes] = []  # hashes of the last expected batch, if it was full
         self._expected: dict[bytes, float] = {}  # by a batch's first page: the deadline
         self._queue = LookupQueue(partial(find, self.store), self.page_timeout_s)
+        self._again = self._queue  # for pages that come now: of several tiers, into the first
+        again = store_for_renewals(self.store)
+        if again is not self.store:
+            self._again = LookupQueue(partial(find, again), self.page_timeout_s)
         self._closed = threading.Event()
 
     def wait_for_pages(self, keys: PromptKeys, *, is_whole: bool = False) -> bool:
@@ -66,7 +71,7 @@ class PageWait:
         before = [] if is_whole else self._before
         self._before = []
         began = self.clock()
-        found = self._match(keys)
+        found = self._match(keys, self._queue)
         if found.reason is None:
             self._end_wait(came=True)
         if found.reason is not Reason.ABSENT or began < self._retry_at:
@@ -92,13 +97,14 @@ class PageWait:
         """Ends running waits. A second call does nothing."""
         self._closed.set()
         self._queue.close()
+        self._again.close()
 
-    def _match(self, keys: PromptKeys) -> Match:
+    def _match(self, keys: PromptKeys, queue: LookupQueue) -> Match:
         """Matches the pages that are stored now. A store that takes too long counts as a miss."""
-        if self._queue.is_stuck:
+        if queue.is_stuck:
             return Match.miss(keys, Reason.STORE_SLOW)
         lookup = Lookup(keys, None, self.page_timeout_s, lambda found: None)
-        self._queue.add(lookup)
+        queue.add(lookup)
         return lookup.wait(2 * self.page_timeout_s)  # the lookup ends sooner, at its own deadline
 
     def _counts(self, keys: PromptKeys, num_found: int, until: float) -> Iterator[int]:
@@ -112,7 +118,7 @@ class PageWait:
         page_deadline = self.clock() + self.page_timeout_s
         while not self._closed.is_set():
             asked_at = time.monotonic()
-            found = self._match(keys)
+            found = self._match(keys, self._again)
             interval_s = backoff.next_interval_s(time.monotonic() - asked_at)
             if len(found.keys) > num_found:
                 num_found = len(found.keys)

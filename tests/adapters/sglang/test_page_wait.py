@@ -14,6 +14,7 @@ from pdstore.errors import StoreError
 from pdstore.format.keys import Namespace, Part, PromptKeys
 from pdstore.metrics import Metrics
 from pdstore.store.connect import connect_store
+from pdstore.store.optional import tiers_of
 from pdstore.testing.values import put
 from tests.support.clock import Clock
 from tests.support.kv import eventually, settings_of
@@ -129,3 +130,42 @@ def test_a_load_follows_as_long_as_pages_come(script, step, load_s, followed):
             found.append(number)
             clock.now += load_s
     assert found == followed
+
+
+@pytest.fixture
+def tiers(tmp_path, closed_after):
+    """D over two tiers, and the stores of these."""
+    d = closed_after(D(f"memory://{tmp_path.name} file://{tmp_path}/below"))
+    return d, *tiers_of(d.store)
+
+
+def test_pages_that_come_are_looked_for_in_the_first_tier_alone(tiers):
+    d, first, _ = tiers
+
+    def num_looks_below():
+        looks = ("match", "which_stored")
+        name = "pdstore_tier_calls_total"
+        each = ({"tier": "1 file", "verb": verb, "outcome": "ok"} for verb in looks)
+        return sum(d.metrics.registry.get_sample_value(name, labels) or 0 for labels in each)
+
+    with ThreadPoolExecutor() as threads:
+        waiting = d.begin(threads)
+        num_looks = d.num_looks()
+        eventually(lambda: d.num_looks() > num_looks + 3)
+        before, num_looks = num_looks_below(), d.num_looks()
+        eventually(lambda: d.num_looks() > num_looks + 10)
+        assert num_looks_below() == before > 0
+        put(first, NAMES[:1], [b"page"])
+        assert waiting.result(LONG_S)
+
+
+def test_pages_below_count_while_others_come(tiers):
+    d, first, below = tiers
+    put(below, NAMES[:2], [b"page"] * 2)
+    with ThreadPoolExecutor() as threads:
+        waiting = d.begin(threads)
+        put(first, NAMES[2:3], [b"page"])
+        assert waiting.result(LONG_S)
+    counts = d.wait.page_counts(KEYS)
+    assert counts is not None
+    assert next(counts) == 3
