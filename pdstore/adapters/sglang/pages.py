@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -343,14 +344,15 @@ class PagePool:
             self._load_draft(pool, keys, numbers)
             return len(numbers)
         done = 0
+        by_tier: Counter[int] = Counter()
         for stop in self._stored(keys) if pool == KV else (len(keys),):
             job = self._pools[pool].load(self._keys(pool, hashes[done:stop]), numbers[done:stop])
             done += self._num_pages(job)
+            by_tier.update(job.by_tier)
             if done < stop:
                 break
         if pool == KV:
-            tokens = done * self.namespace.block_tokens
-            self._metrics.tokens.labels("loaded").inc(tokens)
+            self._cache.note_load(done * self.namespace.block_tokens, 0, by_tier)
         return done
 
     def save(self, hashes: Sequence[str], host_indices: torch.Tensor, pool: str = KV) -> int:

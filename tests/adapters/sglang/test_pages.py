@@ -72,6 +72,20 @@ def test_a_whole_prompt_is_waited_for_batch_by_batch(open_pool):
         assert loading.result(60) == 2
 
 
+def test_loaded_tokens_count_by_tier(open_pool, tmp_path):
+    below, metrics = f"file://{tmp_path}/below", Metrics()
+    assert open_pool(store=below).save(HASHES[:2], kit.indices_of([0, 1])) == 2
+    pool = open_pool(store=f"memory://{tmp_path.name} {below}", metrics=metrics)
+    assert pool.save(HASHES[2:], kit.indices_of([2])) == 1
+    assert pool.load(HASHES, kit.indices_of([4, 5, 6])) == 3
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value(name, labels)
+
+    tiers = [value("pdstore_tier_tokens_total", tier=tier) for tier in ("0 memory", "1 file")]
+    assert (tiers, value("pdstore_tokens_total", verb="loaded")) == ([64, 128], 192)
+
+
 def test_names_tell_nothing_of_a_page_in_another_namespace(open_pool, tmp_path):
     """So a tenant cannot look in the other's names for a prompt that it guesses."""
     for weights in ("a", "b"):
