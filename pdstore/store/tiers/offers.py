@@ -49,6 +49,9 @@ A = TypeVar("A")
 P = TypeVar("P")
 
 
+_MOST_READ = 1 << 15  # keys, of running loads: each asks after a copy where its values were read
+
+
 @dataclass(frozen=True)
 class Stack:
     """The parts of a TieredStore that its optional calls use.
@@ -69,6 +72,28 @@ class Stack:
     promotion: Promotion
     join: Callable[[Sequence[BlockKey]], None]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
+
+    @classmethod
+    def over(
+        cls,
+        first: Store,
+        lower: Sequence[LowerTier],
+        join: Callable[[Sequence[BlockKey]], None],
+        copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None],
+    ) -> Stack:
+        """Returns the parts for some tiers."""
+        found, was_read = Whereabouts(), Whereabouts(_MOST_READ)
+        search = TierSearch(first, lower, found)
+        promotion = Promotion(first, lower, found)
+        reader = TierReader(
+            first,
+            lower,
+            found,
+            was_read,
+            have=search.have,
+            begin_read=promotion.begin_read,
+        )
+        return cls(first, lower, found, was_read, search, reader, promotion, join, copy_down)
 
     @property
     def tiers(self) -> Sequence[Store]:
