@@ -97,7 +97,7 @@ def clear(
     json: JsonTarget = None,
 ) -> None:
     """Forget all that the pool has of one namespace."""
-    _run("pdstore.cli.listing.clear", json, store, namespace, is_rehearsal=dry_run)
+    _run("pdstore.cli.purging.clear", json, store, namespace, is_rehearsal=dry_run)
 
 
 @app.command()

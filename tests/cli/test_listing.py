@@ -10,7 +10,8 @@ import pytest
 
 from pdstore.cli import listing as module
 from pdstore.cli.explained import explain
-from pdstore.cli.listing import StoredKey, clear, du, inspect, ls, open_pool
+from pdstore.cli.listing import StoredKey, du, inspect, ls, open_pool
+from pdstore.cli.purging import clear
 from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES, Header, seal
 from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys, kind_of
