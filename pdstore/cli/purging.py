@@ -1,4 +1,8 @@
-"""`pdstore purge`: it forgets every value of one namespace."""
+"""`pdstore purge`: it forgets every value of one namespace.
+
+In a pool of several tiers it does so in each tier that answers. If one does not, it ends with an
+error that names the tier, and must be run again (docs/tiers.md).
+"""
 
 from __future__ import annotations
 
