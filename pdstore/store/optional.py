@@ -212,8 +212,12 @@ class TellsTiers(Protocol):
 class TakesAdmission(Protocol):
     """A store of several tiers, which decides itself what is copied from one to another."""
 
-    def use_admission(self, admission: Admission) -> None:
-        """Lets an admission decide from now on; without one, all is copied that has room."""
+    def use_admission(self, admission: Admission) -> Admission:
+        """Lets an admission decide from now on; without one, all is copied that has room.
+
+        Returns the one that decides: that of the first call, so that several pools over one store
+        learn together.
+        """
 
 
 @runtime_checkable

@@ -65,7 +65,7 @@ class Mover:
         self.has_tiers = takes is not None
         self.admission = admission if self.by_use is not None or self.has_tiers else None
         if takes is not None and admission is not None:
-            takes.use_admission(admission)
+            self.admission = takes.use_admission(admission)
         self._awaits_all = awaits_all or admission is None or self.by_use is None
 
     def is_awaited(self, plan: SavePlan) -> bool:

@@ -314,16 +314,19 @@ def test_a_p_that_only_hands_off_learns_which_blocks_it_found_and_which_are_new(
     }
 
 
-@pytest.mark.parametrize("role", ["both", "prefill"])
+@pytest.mark.parametrize(
+    ("role", "num_idle"),
+    [("both", 0), ("prefill", 0), pytest.param("prefill", 1, id="beside an idle pool")],
+)
 def test_users_in_turn_find_in_small_tiers_what_they_hold(
-    instance, closed_after, monkeypatch, role
+    instance, closed_after, monkeypatch, role, num_idle
 ):
     """LRU would find nothing: each block leaves both tiers shortly before its next use."""
     clock = Clock()
     monkeypatch.setattr(mover, "Admission", lambda: Admission(clock))
     first, below = (MemoryStore(budget=n * SIZE, lease_s=0.5, clock=clock) for n in (9, 27))
     stack = closed_after(TieredStore([first, below]))
-    p = instance(over=stack, role=role)
+    p, *_ = [instance(over=stack, role=role) for _ in range(1 + num_idle)]
     found = []
     for number in range(16 * 12):
         clock.now += 5.0

@@ -100,11 +100,13 @@ class Stack:
         """The stores of all tiers, as in `HasTiers`."""
         return [self.first, *(tier.store for tier in self.lower)]
 
-    def use_admission(self, admission: Admission) -> None:
+    def use_admission(self, admission: Admission) -> Admission:
         """Lets an admission decide what is copied, as `TakesAdmission` does."""
-        self.promotion.admission = admission
+        of_all = self.promotion.admission or admission
+        self.promotion.admission = of_all
         for tier in self.lower:
-            tier.copier.admission = admission
+            tier.copier.admission = of_all
+        return of_all
 
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
         """Puts values that were found below into the first tier, as `Promotes` does."""
