@@ -289,7 +289,10 @@ class ShowsTiers(Protocol):
     """A store that consists of several tiers, and tells about each of them to metrics and pages."""
 
     def tier_states(self) -> Sequence[TierState]:
-        """Returns the present state of each tier, the fastest first. Does no I/O."""
+        """Returns the present state of each tier, the fastest first.
+
+        Does I/O, within a lower tier's limit for a look, only while a purge forbids copies.
+        """
 
     def tier_rooms(self) -> Mapping[str, TellsRoom]:
         """Returns what tells the room of each tier, by the tier's name; of those that tell it."""

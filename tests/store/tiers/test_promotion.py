@@ -15,6 +15,7 @@ from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.optional import Promotes, TakesAdmission, TellsTiers
 from pdstore.store.seal import seal_store
+from pdstore.store.tiers import purges
 from pdstore.store.tiers.found import Whereabouts
 from pdstore.store.tiers.lower import Limits
 from pdstore.store.wrappers import WrapperStore
@@ -254,8 +255,81 @@ def test_what_was_read_before_a_clear_does_not_go_up_after_it(open_tiers):
     assert first.match(keys) == 0
 
 
-def test_what_was_read_before_another_promotion_does_not_go_up_after_a_purge(open_tiers):
+def test_what_was_read_in_another_tier_than_it_was_found_in_since_does_not_go_up(open_tiers):
+    """Another process purges between the read of this thread and a search of another thread."""
+    first, middle, last, keys = MemoryStore(), MemoryStore(), MemoryStore(), fresh_keys(2)
+    plant(middle, keys)
+    store, other = open_tiers(first, middle, last), open_tiers(first, middle, last)
+    slots = empty_slots([SIZE] * 2)
+    assert store.get(keys, slots) == 2
+    other.clear(keys[0].split(":")[1])
+    plant(last, keys)  # a save of the time after the purge has gone down, and is found there
+    search = threading.Thread(target=store.match, args=(keys,))
+    search.start()
+    search.join(20)
+    assert store.optional(TellsTiers).which_tier(keys) == [2, 2]
+    store.optional(Promotes).promote(keys, slots)
+    assert first.match(keys) == 0
+
+
+class SlowNumbers(WrapperStore):
+    """Its searches for purge numbers take a while if `delay_s` is set."""
+
+    delay_s = 0.0
+
+    def match(self, keys):
+        if ":purge:" in keys[0]:
+            time.sleep(self.delay_s)
+        return super().match(keys)
+
+
+@pytest.fixture
+def slow(open_tiers, monkeypatch):
+    """A stack over a tier that will be slow to tell its purge numbers, and keys that it has."""
+    below, keys = SlowNumbers(MemoryStore()), fresh_keys(4)
+    plant(below, keys)
+    store = open_tiers(MemoryStore(), below, limits=[Limits(look_s=0.05)])
+    load(store, keys[:1])
+    monkeypatch.setattr(purges, "FRESH_S", 0.0)
+    return store, below, keys
+
+
+def test_a_load_does_not_fall_short_because_purge_numbers_are_read_slowly(slow):
+    store, below, keys = slow
+    below.delay_s = 0.3
+    load(store, keys[1:])
+
+
+def test_a_first_tier_that_is_slow_leaves_no_lower_tier_out(open_tiers):
+    first, below, keys = SlowNumbers(MemoryStore()), MemoryStore(), fresh_keys(2)
+    plant(below, keys)
+    store = open_tiers(first, below, limits=[Limits(look_s=0.05)])
+    first.delay_s = 0.2
+    load(store, keys)
+    assert not store.lower[0].is_out
+    assert first.match(keys) == 2
+
+
+def test_what_is_taken_out_again_counts_as_found_below(slow):
+    store, below, keys = slow
+    slots = empty_slots([SIZE] * 3)
+    assert store.get(keys[1:], slots) == 3
+
+    def put_and_be_late(keys, slots):
+        below.delay_s = 0.3
+        return store.first.put(keys, slots)
+
+    store.optional(Promotes).promote(keys[1:], slots, put_and_be_late)
+    assert store.first.which_stored(keys) == [True, False, False, False]
+    assert store.optional(TellsTiers).which_tier(keys) == [0, 1, 1, 1]
+    assert copies_of(store) == {"promoted": 1}
+
+
+def test_what_was_read_before_another_promotion_does_not_go_up_after_a_purge(
+    open_tiers, monkeypatch
+):
     """A load may promote other values, those that a copy in place has missed, in between."""
+    monkeypatch.setattr(purges, "FRESH_S", 0.0)
     first, below, keys = MemoryStore(), MemoryStore(), fresh_keys(3)
     plant(below, keys)
     store, other = open_tiers(first, below), open_tiers(first, below)
@@ -264,7 +338,6 @@ def test_what_was_read_before_another_promotion_does_not_go_up_after_a_purge(ope
     load(store, keys[2:])
     assert first.match(keys[2:]) == 1
     other.clear(keys[0].split(":")[1])
-    time.sleep(1.1)  # so that the purge numbers are read anew
     store.optional(Promotes).promote(keys[:2], slots)
     assert not any(first.which_stored(keys) + below.which_stored(keys))
 
