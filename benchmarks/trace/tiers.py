@@ -9,9 +9,10 @@ of users those that they have at a time.
 
 Policies: `LRU` saves and copies everything. `last` does not make a save for which the lower tier
 would evict blocks that are worth more. `product` also leaves below what was found there, if the
-first tier would evict blocks that are worth more. `hand-offs` is `product` where another instance
-waits for each save: all enter the first tier, and `last` decides what is copied down. `used below`
-is `product` with a save that counts as a use of its whole prompt in the lower tier, too.
+first tier would evict blocks that are worth more, and counts a prompt's last save as a use of the
+whole prompt in both tiers. `unused below` counts it in the first tier alone. `hand-offs` is that
+where another instance waits for each save: all enter the first tier, and `last` decides what is
+copied down.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Policy:
 POLICIES = {
     "LRU": Policy(),
     "last": Policy(is_last=True),
-    "product": Policy(is_last=True, is_up=True),
+    "product": Policy(is_last=True, is_up=True, is_used=True),
+    "unused below": Policy(is_last=True, is_up=True),
     "hand-offs": Policy(is_last=True, is_up=True, is_awaited=True),
-    "used below": Policy(is_last=True, is_up=True, is_used=True),
 }
 
 

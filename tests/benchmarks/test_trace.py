@@ -148,7 +148,7 @@ def in_turn():
     }
 
 
-@pytest.mark.parametrize("policy", ["last", "product", "hand-offs", "used below"])
+@pytest.mark.parametrize("policy", ["last", "product", "hand-offs", "unused below"])
 def test_two_tiers_find_what_they_hold_together_and_write_little(in_turn, policy):
     found, above, below, down, *_ = in_turn[policy]
     assert found == pytest.approx(above + below, abs=0.2)
@@ -158,8 +158,8 @@ def test_two_tiers_find_what_they_hold_together_and_write_little(in_turn, policy
 
 
 def test_a_use_in_the_lower_tier_too_saves_writes(in_turn):
-    assert in_turn["used below"][3] < 0.8 * in_turn["product"][3]
-    assert in_turn["used below"][3] < 20
+    assert in_turn["product"][3] < 0.8 * in_turn["unused below"][3]
+    assert in_turn["product"][3] < 20
 
 
 def test_what_is_not_worth_it_is_not_copied_up(in_turn):

@@ -105,6 +105,11 @@ class Copier:
         """Bytes of the values that wait for their copies."""
         return self._queue.num_bytes
 
+    @property
+    def delay_s(self) -> float:
+        """Seconds until what is queued now is copied, at the highest rate."""
+        return self._queue.num_bytes / self._bytes_per_s
+
     def add(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
         """Queues the keys of one put, with the lengths of their values."""
         self._queue.add(keys, sizes)

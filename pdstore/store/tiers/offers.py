@@ -264,7 +264,10 @@ def _room(stack: Stack) -> TellsRoom | None:
 
 
 class _ByUse:
-    """EvictsByUse: tells the age of the last tier, as what others evict is below; else the first's.
+    """EvictsByUse: tells the age of the last tier, as what others evict is below.
+
+    While copies wait for longer than values stay in the first tier, what is saved now is evicted
+    there before its copy. Then the first tier's age is told, as if there were no other.
 
     A first tier that lacks these calls makes no room and counts no use. In the lower tiers a use
     counts a little later.
@@ -275,6 +278,9 @@ class _ByUse:
         self._first = first
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
+        first_s = self._first.oldest_age_s(sizes) if self._first is not None else None
+        if first_s is not None and self._stack.lower[-1].copier.delay_s > first_s:
+            return first_s
         return self._stack.lower[-1].oldest_age_s(sizes)
 
     def make_room(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> bool:

@@ -215,3 +215,18 @@ def test_an_admission_reaches_tiers_through_every_wrapper(open_tiers, full, tmp_
     put_all(tiers, fresh_keys(1))
     assert tiers.flush()
     assert (len(rule.ages), copies_of(tiers)) == (1, {"not_admitted": 1})
+
+
+def test_while_copies_lag_behind_evictions_the_first_tiers_age_decides_of_saves(
+    open_tiers, full, clock
+):
+    above, _ = full
+    store = open_tiers(above, MemoryStore(), limits=[Limits(copy_bytes_per_s=SIZE // 10)])
+    tells = store.optional(EvictsByUse)
+    assert tells.oldest_age_s([SIZE]) is None, "below is room"
+    for _ in range(2):  # the first of them is tried at once, and is lost
+        store.copy_down(fresh_keys(4), [SIZE] * 4)
+    eventually(lambda: store.lower[0].copier.delay_s == pytest.approx(40, abs=0.1))
+    assert tells.oldest_age_s([SIZE]) == 30.0
+    clock.now += 20
+    assert tells.oldest_age_s([SIZE]) is None, "they are copied before they are evicted"
