@@ -46,7 +46,7 @@ class TierReader:
 
     @property
     def num_wrong(self) -> Mapping[int, int]:
-        """How many wrong values were removed from one tier alone, by the tier's number."""
+        """Numbers of wrong values that were removed from one tier alone, by the tier's number."""
         return {number: count for number, count in enumerate(self._num_wrong) if count}
 
     def read(
