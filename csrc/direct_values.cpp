@@ -44,18 +44,9 @@ class GrowingSum {
 
 // Opens a regular file for moves past the page cache, and gives its length.
 int32_t open_directly(const char *path, int flags, int *file, int64_t *bytes) {
-  if (const int32_t why = open_file(path, flags, file)) return why;
-  struct stat status{};
-  int32_t why = 0;
-  if (fstat(*file, &status) != 0) {
-    why = errno;
-  } else if (!S_ISREG(status.st_mode)) {
-    why = S_ISDIR(status.st_mode) ? EISDIR : ENXIO;
-  } else if (fcntl(*file, F_SETFL, O_DIRECT) != 0) {  // and no more O_NONBLOCK
-    why = errno;
-  }
-  *bytes = status.st_size;
-  if (why == 0) return 0;
+  if (const int32_t why = open_regular(path, flags, file, bytes)) return why;
+  if (fcntl(*file, F_SETFL, O_DIRECT) == 0) return 0;  // and no more O_NONBLOCK
+  const int32_t why = errno;
   close(*file), *file = -1;
   if (flags & O_CREAT) unlink(path);
   return why;
@@ -306,28 +297,6 @@ int64_t write_directly(const DirectValues &values, const char *temporary, Direct
 }
 
 }  // namespace pds
-
-extern "C" int32_t pds_read_files(int32_t way, const char *paths, const uint64_t *addresses,
-                                  const int64_t *sizes, int64_t count, int64_t *num_read,
-                                  int32_t *why) {
-  if (way == PDS_CACHED || count < 0) return PDS_ERR_ARGUMENT;
-  return pds::guarded(nullptr, [&] {
-    const pds::DirectValues values{pds::each_of(paths, count), addresses, sizes, nullptr, count};
-    *num_read = pds::read_directly(values, pds::direct_way_of(way), why);
-    return PDS_OK;
-  });
-}
-
-extern "C" int32_t pds_write_files(int32_t way, const char *temporary, const char *paths,
-                                   const uint64_t *addresses, const int64_t *sizes, int64_t count,
-                                   int64_t *num_written, int32_t *why) {
-  if (way == PDS_CACHED || count < 0) return PDS_ERR_ARGUMENT;
-  return pds::guarded(nullptr, [&] {
-    const pds::DirectValues values{pds::each_of(paths, count), addresses, sizes, nullptr, count};
-    *num_written = pds::write_directly(values, temporary, pds::direct_way_of(way), why);
-    return PDS_OK;
-  });
-}
 
 extern "C" int32_t pds_try_ring(int32_t *why) {
   return pds::guarded(nullptr, [&] {

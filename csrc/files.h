@@ -24,6 +24,23 @@ inline int32_t open_file(const char *path, int flags, int *file) {
   return *file < 0 ? errno : 0;
 }
 
+// Opens a regular file and gives its length.
+inline int32_t open_regular(const char *path, int flags, int *file, int64_t *bytes) {
+  if (const int32_t why = open_file(path, flags, file)) return why;
+  struct stat status{};
+  int32_t why = 0;
+  if (fstat(*file, &status) != 0) {
+    why = errno;
+  } else if (!S_ISREG(status.st_mode)) {
+    why = S_ISDIR(status.st_mode) ? EISDIR : ENXIO;
+  }
+  *bytes = status.st_size;
+  if (why == 0) return 0;
+  close(*file), *file = -1;
+  if (flags & O_CREAT) unlink(path);
+  return why;
+}
+
 // Gives a whole file its name, and makes the directory for it at its first use.
 inline int32_t link_to(const char *temporary, const char *path) {
   // A link and not a rename, which would replace what is stored.

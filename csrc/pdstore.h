@@ -12,7 +12,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-enum { PDS_ABI = 27 };
+enum { PDS_ABI = 28 };
 
 enum {
   PDS_OK = 0,
@@ -151,9 +151,9 @@ int32_t pds_write_values(pds_engine *engine, int32_t way, const char *temporary,
                          const uint64_t *addresses, const int64_t *sizes, const char *starts,
                          int64_t count, int64_t *num_written, int32_t *why);
 
-// The same past the page cache for bytes as they are, of any length above 0, without an engine.
-// Gives how many leading files are done and what is wrong with the next one: an errno, or -1 for
-// another length.
+// The same for bytes as they are, of any length (above 0 past the page cache), without an engine;
+// in turn where they go through the page cache. Gives how many leading files are done and what is
+// wrong with the next one: an errno, or -1 for another length.
 int32_t pds_read_files(int32_t way, const char *paths, const uint64_t *addresses,
                        const int64_t *sizes, int64_t count, int64_t *num_read, int32_t *why);
 int32_t pds_write_files(int32_t way, const char *temporary, const char *paths,

@@ -66,6 +66,20 @@ bool read_right(const char *path, char *to, int64_t bytes, const char *start) {
   return is_read && pds::is_header(to, start, sum.digest());
 }
 
+// Reads a file as it is. Gives 0, an errno, or kShorter for another length.
+int32_t read_path(const char *path, char *to, int64_t bytes) {
+  int file;
+  int64_t length;
+  if (const int32_t why = pds::open_regular(path, O_RDONLY, &file, &length)) return why;
+  int32_t why = length == bytes ? 0 : pds::kShorter;
+  if (why == 0) {
+    const int64_t done = read_piece(file, to, bytes);
+    if (done != bytes) why = done < 0 ? errno : pds::kShorter;
+  }
+  close(file);
+  return why;
+}
+
 int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
   while (bytes > 0) {
     const ssize_t done = pwrite(file, from, bytes, at);
@@ -76,8 +90,9 @@ int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
   return 0;
 }
 
-// Completes the header in memory; writes the payload, and then the header.
+// Completes the header in memory if there is a start; writes the payload, and then the header.
 int32_t write_value(int file, char *value, int64_t bytes, const char *start) {
+  if (start == nullptr) return write_piece(file, value, bytes, 0);
   std::memcpy(value, start, kSummedOfHeader);
   Sum sum;
   sum.add_header(value);
@@ -195,6 +210,47 @@ extern "C" int32_t pds_write_values(pds_engine *engine, int32_t way, const char 
       return PDS_OK;
     }
     // Again in turn: to find the first that fails, and without the room that all at once took.
+    for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
+    return PDS_OK;
+  });
+}
+
+extern "C" int32_t pds_read_files(int32_t way, const char *paths, const uint64_t *addresses,
+                                  const int64_t *sizes, int64_t count, int64_t *num_read,
+                                  int32_t *why) {
+  if (count < 0) return PDS_ERR_ARGUMENT;
+  *num_read = 0, *why = 0;
+  return pds::guarded(nullptr, [&] {
+    const std::vector<const char *> path = each_of(paths, count);
+    if (way != PDS_CACHED) {
+      const pds::DirectValues values{path, addresses, sizes, nullptr, count};
+      *num_read = pds::read_directly(values, pds::direct_way_of(way), why);
+      return PDS_OK;
+    }
+    const auto read = [&](int64_t i) {
+      return read_path(path[i], reinterpret_cast<char *>(addresses[i]), sizes[i]);
+    };
+    for (; *num_read < count && (*why = read(*num_read)) == 0; ++*num_read) continue;
+    return PDS_OK;
+  });
+}
+
+extern "C" int32_t pds_write_files(int32_t way, const char *temporary, const char *paths,
+                                   const uint64_t *addresses, const int64_t *sizes, int64_t count,
+                                   int64_t *num_written, int32_t *why) {
+  if (count < 0) return PDS_ERR_ARGUMENT;
+  *num_written = 0, *why = 0;
+  return pds::guarded(nullptr, [&] {
+    const std::vector<const char *> path = each_of(paths, count);
+    if (way != PDS_CACHED) {
+      const pds::DirectValues values{path, addresses, sizes, nullptr, count};
+      *num_written = pds::write_directly(values, temporary, pds::direct_way_of(way), why);
+      return PDS_OK;
+    }
+    const auto write = [&](int64_t i) {
+      char *value = reinterpret_cast<char *>(addresses[i]);
+      return write_path(temporary, path[i], value, sizes[i], nullptr);
+    };
     for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
     return PDS_OK;
   });

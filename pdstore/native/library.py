@@ -18,7 +18,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 27
+ABI = 28
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -229,7 +229,7 @@ class Library:
     def read_files(
         self, way: FileWay, paths: Sequence[str], addresses: bytes, sizes: bytes
     ) -> tuple[int, int]:
-        """Reads whole files to their addresses, past the page cache, until one cannot be read.
+        """Reads whole files to their addresses, in turn, until one cannot be read.
 
         addresses, sizes: packed, 64 bits for each number.
         Returns how many leading files were read, and 0 or what is wrong with the next one: an
@@ -245,7 +245,7 @@ class Library:
     def write_files(
         self, way: FileWay, temporary: str, paths: Sequence[str], addresses: bytes, sizes: bytes
     ) -> tuple[int, int]:
-        """Writes values to files past the page cache, as `Engine.write_values`, without headers.
+        """Writes values to files as `Engine.write_values` does, but as they are, headers too.
 
         Raises MemoryError.
         """

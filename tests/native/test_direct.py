@@ -21,12 +21,12 @@ from tests.support.disk import disk as disk
 from tests.support.native_kit import addresses_and_sizes
 from tests.support.swap_case import SwapBench
 
-WAYS = [FileWay.DIRECT, FileWay.DIRECT_BY_THREADS]
+WAYS = [FileWay.CACHED, FileWay.DIRECT, FileWay.DIRECT_BY_THREADS]
 MIB = 1 << 20  # of a file that move at a time
 SIZES = [64, 65, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, MIB + 64, 3 * MIB + 4096, 40 * MIB + 17]
 IO_URING_SETUP = 425
 
-pytestmark = pytest.mark.parametrize("way", WAYS, ids=["io_uring", "threads"])
+pytestmark = pytest.mark.parametrize("way", WAYS, ids=["cached", "io_uring", "threads"])
 
 
 @pytest.fixture

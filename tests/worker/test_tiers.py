@@ -390,7 +390,7 @@ def test_with_a_seal_key_all_goes_through_staging_and_down_sealed(
     key_file = tmp_path / "seal.key"
     key_file.write_text("a" * 64)
     key_file.chmod(0o600)
-    stack = TieredStore([arena, files], is_right=lambda _: True)
+    stack = TieredStore([arena, files], num_right=len)
     p, d = (
         instance(over=stack, fill=fill, seal_key_file=key_file, range_bytes=2 * BLOCK_BYTES)
         for fill in (None, POISON)

@@ -13,14 +13,14 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from pdstore.errors import ConfigError
-from pdstore.native.library import FileWay, Library
+from pdstore.native.library import FileWay
 from pdstore.store.base import Slots
-from pdstore.store.file.files import OTHER_LENGTH, READ, Ended, packed, write_each
+from pdstore.store.file.files import OTHER_LENGTH, READ, Built, Ended, packed, write_each
 from pdstore.store.file.mount import FULL, Doubt, Mount
 
 _PAGE = 4096  # the grain of all addresses, places and lengths of a direct read or write
@@ -38,7 +38,7 @@ class DirectFiles:
     way: as which the library's calls get it.
     """
 
-    def __init__(self, built: Callable[[], Library | None], *, by_threads: bool = False) -> None:
+    def __init__(self, built: Built, *, by_threads: bool = False) -> None:
         self._built = built
         self.way = FileWay.DIRECT_BY_THREADS if by_threads else FileWay.DIRECT
 

@@ -18,7 +18,7 @@ from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
 from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
 from pdstore.native.engine import Engine
-from pdstore.native.library import FileWay, Library, built_library
+from pdstore.native.library import FileWay, built_library
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store, log_once
 from pdstore.store.file.bell import Bell
@@ -27,6 +27,7 @@ from pdstore.store.file.directory import PoolDirectory
 from pdstore.store.file.eviction import MAX_LEASE_S, Evictor
 from pdstore.store.file.files import (
     UNREADABLE,
+    Built,
     Ended,
     can_read,
     error_of,
@@ -85,7 +86,7 @@ class FileStore(Store):
         budget: int | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         handoff_ttl_s: float = 600.0,
-        built: Callable[[], Library | None] = lambda: None,
+        built: Built = lambda: None,
         direct: DirectFiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,8 +97,8 @@ class FileStore(Store):
         self._built = built
         self._silent_until = Deadline(0.0)
         self._way = direct.way if direct else FileWay.CACHED
-        self._read_values = direct.read_values if direct else read_values
-        self._write_values = direct.write_values if direct else write_values
+        self._read_values = direct.read_values if direct else partial(read_values, built)
+        self._write_values = direct.write_values if direct else partial(write_values, built)
         with named_error(self.label, "the pool cannot be opened", other_place=_WRITABLE):
             self._directory = PoolDirectory(root, built)
             self._mount = mount_of(root)  # after its first use, which may have mounted it

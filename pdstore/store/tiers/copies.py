@@ -31,6 +31,9 @@ MOST_USED = 1 << 17
 oldest use is forgotten."""
 _PAGE = 4096
 
+NumRight = Callable[[Sequence[memoryview]], int]
+"""A function that verifies values, and returns how many leading ones are right."""
+
 
 class Copier:
     """Copies values of the first tier down, on a thread that the first `add` starts.
@@ -47,7 +50,7 @@ class Copier:
     admission: None: all is admitted.
     purges: tells whether a purge forbids copies; None for one of its own.
     is_out: returns True while the lower tier does not answer; keys then wait.
-    is_right: verifies a value.
+    num_right: verifies values; returns how many leading ones are right.
     bytes_per_s: the most bytes that this process copies down in a second, on average.
     """
 
@@ -57,7 +60,7 @@ class Copier:
         lower: Store,
         *,
         is_out: Callable[[], bool],
-        is_right: Callable[[memoryview], bool],
+        num_right: NumRight,
         purges: PurgeWatch | None = None,
         bytes_per_s: int = COPY_BYTES_PER_S,
         waiting_bytes: int = WAITING_BYTES,
@@ -71,7 +74,7 @@ class Copier:
         self.admission: Admission | None = None
         self._is_decided = False  # True: the admission has admitted the present put
         self._is_out = is_out
-        self._is_right = is_right
+        self._num_right = num_right
         self._purges = purges or PurgeWatch(first, lower)
         self._bytes_per_s = bytes_per_s
         self._clock = clock
@@ -350,8 +353,7 @@ class Copier:
         num_read = 0
         with contextlib.suppress(StoreClosed):
             num_read = self._num_done(self._first, self._first.get, keys, slots)
-        is_right = (self._is_right(slots.value(i)) for i in range(num_read))
-        return next((i for i, right in enumerate(is_right) if not right), num_read)
+        return self._num_right([slots.value(i) for i in range(num_read)])
 
     def _num_done(
         self,

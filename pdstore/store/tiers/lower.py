@@ -14,7 +14,7 @@ from pdstore.metrics import Metrics, TierState
 from pdstore.store.base import Slots, Store, count_of, num_done_of
 from pdstore.store.guard import GuardedStore, problem_of
 from pdstore.store.optional import EvictsByUse
-from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier
+from pdstore.store.tiers.copies import COPY_BYTES_PER_S, WAITING_BYTES, Copier, NumRight
 from pdstore.store.tiers.hangs import ReadWatch
 from pdstore.store.tiers.purges import PurgeWatch
 from pdstore.store.url import StoreURL
@@ -64,7 +64,7 @@ class LowerTier:
         store: Store,
         first: Store,
         limits: Limits,
-        is_right: Callable[[memoryview], bool],
+        num_right: NumRight,
     ) -> None:
         self.store = GuardedStore(store, Metrics())  # until `count_in` names others
         self._by_use = self.store.optional(EvictsByUse)
@@ -78,7 +78,7 @@ class LowerTier:
             self.store,
             purges=self.purges,
             is_out=lambda: self.is_out,
-            is_right=is_right,
+            num_right=num_right,
             bytes_per_s=limits.copy_bytes_per_s,
             waiting_bytes=limits.waiting_bytes,
         )

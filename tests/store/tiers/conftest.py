@@ -36,8 +36,8 @@ def library():
 def open_tiers(closed_after):
     """Opens a TieredStore over stores, with limits for each lower one; closed at the end."""
 
-    def open_tiers(*stores, limits=None, is_right=lambda _: True, late_s=0.02):
-        return closed_after(TieredStore(stores, limits, is_right=is_right, late_s=late_s))
+    def open_tiers(*stores, limits=None, num_right=len, late_s=0.02):
+        return closed_after(TieredStore(stores, limits, num_right=num_right, late_s=late_s))
 
     return open_tiers
 

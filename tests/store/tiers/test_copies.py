@@ -122,7 +122,7 @@ def test_no_more_bytes_a_second_go_down_than_copy_says():
         first,
         below,
         is_out=lambda: False,
-        is_right=lambda _: True,
+        num_right=len,
         bytes_per_s=SIZE,
         clock=lambda: now[0],
     )

@@ -335,7 +335,7 @@ def test_numbers_survive_a_restart_and_a_clear(open_tiers, tmp_path):
     namespace = namespace_of(keys)
     for number in (2, 4):
         stores = FileStore(tmp_path / "first"), FileStore(tmp_path / "below")
-        with contextlib.closing(TieredStore(stores, is_right=lambda _: True, late_s=0.0)) as store:
+        with contextlib.closing(TieredStore(stores, num_right=len, late_s=0.0)) as store:
             put_all(store, keys)
             assert store.flush()
             store.clear(namespace)
@@ -359,7 +359,7 @@ def copy_in_another_process(directory: Path, name: str, keys: list[str], *, is_k
     library = load_library(settings_of(native="require"), for_gpu=False)
     first = ArenaStore(library, name, directory=directory, size=64 << 20)
     lower = AtPut(FileStore(directory / "files"), before, behind)
-    with contextlib.closing(TieredStore([first, lower], is_right=lambda _: True)) as store:
+    with contextlib.closing(TieredStore([first, lower], num_right=len)) as store:
         store.put(keys, filled_slots([content(key, SIZE) for key in keys]))
         store.flush()
         print("ended", flush=True)
