@@ -6,6 +6,8 @@ An arena has files below it, through the page cache and with `direct=1`. The way
 
 - `save`: checksums and the put into the arena, without a tier below.
 - `copy down`: what the copier does behind it: it reads the arena, verifies, writes the files.
+- `copy beside a loop`: the same while a Python thread computes, as an engine's does. `loop's share`
+  is what that thread reaches of its rate without a copier; its CPU seconds are in the row's.
 - `save beside a copier`: the same save while the copier is busy with an earlier one. Its CPU
   seconds are those of both.
 - `get above`, `get below`: reads of values from the arena, and from files that are not cached.
@@ -18,6 +20,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,17 +39,53 @@ from pdstore.store.optional import Promotes
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.url import StoreURL
 
-COLUMNS = ["lower tier", "way", "GB/s", "slowest", "fastest", "CPU s a GB", "least", "most"]
+COLUMNS = [
+    *("lower tier", "way", "GB/s", "slowest", "fastest", "CPU s a GB", "least", "most"),
+    "loop's share",
+]
 _NAMESPACE = b"bench".ljust(16, b"\0")
 _RATE = "copy=1000GB/s"  # no limit: the rate of the machine is measured
 _FLUSH_S = 300.0
+_LOOP_S = 0.5
 
 
 class Cost(NamedTuple):
-    """Seconds of one way in one round: by the clock, and of all threads of the process."""
+    """Seconds of one way in one round: by the clock, and of all threads of the process.
+
+    loop_share: what a Python thread beside it reached of its rate alone; None: there was none.
+    """
 
     wall_s: float
     cpu_s: float
+    loop_share: float | None = None
+
+
+class Loop:
+    """A Python thread that computes while the `with` statement runs."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+        self._num_rounds = 0
+        self._began_at = 0.0
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Loop:
+        self._began_at = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+    @property
+    def rate(self) -> float:
+        """Rounds a second so far."""
+        return self._num_rounds / (time.perf_counter() - self._began_at)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._num_rounds += 1
 
 
 class Batch(NamedTuple):
@@ -92,6 +131,8 @@ class Bench:
         batch.seal()
         self._store.first.put(batch.keys, batch.slots)
         costs["copy down"] = _cost_of(lambda: self._copy_down(batch))
+        self._store.lower[0].store.remove(batch.keys)
+        costs["copy beside a loop"] = self._copy_beside(batch)
         costs["get above"] = _cost_of(lambda: self._get(batch))
         self._store.first.remove(batch.keys)
         _forget(self._files)
@@ -117,6 +158,14 @@ class Bench:
     def _copy_down(self, batch: Batch) -> None:
         self._store.copy_down(batch.keys, batch.sizes)
         self._flush()
+
+    def _copy_beside(self, batch: Batch) -> Cost:
+        with Loop() as alone:
+            time.sleep(_LOOP_S)
+            rate = alone.rate
+        with Loop() as loop:
+            cost = _cost_of(lambda: self._copy_down(batch))
+            return cost._replace(loop_share=loop.rate / rate)
 
     def _flush(self) -> None:
         if not self._store.flush(_FLUSH_S):
@@ -192,7 +241,9 @@ def measure(arena: Path, directory: Path, rounds: int, size: int, count: int) ->
     for (name, way), of_way in costs.items():
         rates = [gb / cost.wall_s for cost in of_way]
         cpu = [cost.cpu_s / gb for cost in of_way]
-        report.add(name, way, *_middle(rates), *_middle(cpu))
+        shares = [cost.loop_share for cost in of_way if cost.loop_share is not None]
+        share = round(median(shares), 3) if shares else ""
+        report.add(name, way, *_middle(rates), *_middle(cpu), share)
     return report
 
 
