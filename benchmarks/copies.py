@@ -32,7 +32,7 @@ from benchmarks.command import parser_of, run
 from benchmarks.report import Report
 from pdstore.errors import ConfigError
 from pdstore.format import block
-from pdstore.format.keys import BlockKey
+from pdstore.format.keys import BlockKey, prefix_of
 from pdstore.settings import read_settings
 from pdstore.store.base import Slots
 from pdstore.store.optional import Promotes
@@ -96,7 +96,8 @@ class Batch(NamedTuple):
 
     @property
     def keys(self) -> list[BlockKey]:
-        return [BlockKey(f"pds1:bench:{header.prefix_hash.hex()}") for header in self.headers]
+        prefix = prefix_of(_NAMESPACE.hex())
+        return [BlockKey(prefix + header.prefix_hash.hex()) for header in self.headers]
 
     @property
     def sizes(self) -> list[int]:

@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LEASE_S = 10.0
 _WRITABLE = "name a directory that this user may write to"
-_MANY = 64  # a match of so many keys or more is made by the native library
 _MAX_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
 _WARNING_INTERVAL_S = 60.0
@@ -151,7 +150,7 @@ class FileStore(Store):
 
     def which_stored(self, keys: Sequence[BlockKey]) -> list[bool]:
         paths = self._enter(keys)
-        library = self._built() if len(keys) >= _MANY else None
+        library = self._built() if len(keys) > 1 else None
         if library is not None:
             found = library.find_files(paths)
         else:

@@ -18,7 +18,8 @@ from pdstore.store.tiers.copy_queue import CopyQueue
 from pdstore.store.tiers.purges import PurgeWatch, Sample, namespaces_of
 from pdstore.threads import Deadline, Ticker
 
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 128 << 20
+"""A batch costs Python the same whatever its length, and the engine waits for that meanwhile."""
 COPY_BYTES_PER_S = 500_000_000
 WAITING_BYTES = 16 << 30
 """The most bytes of values that wait for their copies: only their keys take memory."""
