@@ -134,7 +134,10 @@ def test_du_and_ls_show_the_tiers_that_answer_and_name_the_one_that_does_not(hal
     document = run_json("du", "--store", half_dead)
     assert [use["blocks"] for use in document["namespaces"]] == [2, 2]
     assert [tier["room"] is None for tier in document["tiers"]] == [False, True, False]
-    assert f"file://{tmp_path}/below; " in run("du", "--store", half_dead).out
+    ran = run("du", "--store", half_dead)
+    assert f"file://{tmp_path}/below: " in ran.out
+    assert not any(line.startswith("redis://") for line in ran.out.splitlines())
+    assert document["tiers"][1]["namespaces"] is None, "unknown, and not nothing"
 
 
 def test_ls_finds_what_is_only_below_the_tier_that_does_not_answer(half_dead, stack):
@@ -178,6 +181,30 @@ def test_du_counts_a_value_once_and_shows_the_room_of_each_tier(stack, tmp_path)
     assert [tier["room"]["capacity_bytes"] for tier in document["tiers"]] == [64 << 20, 1 << 30]
     lines = run("du", "--store", stack).out.splitlines()
     assert sum("% of" in line for line in lines) == 2
+
+
+def test_du_shows_by_tier_what_it_shows_of_one_store(stack, prompts):
+    one, other = (keys.namespace.hex for keys in prompts)
+    above, _ = keys_in(stack)
+    first, _, below = stack.partition("&copy")[0].partition(" ")
+    with contextlib.closing(open_store(first, read_settings())) as arena:
+        arena.remove([key for key in above if other in key])
+    tiers = run_json("du", "--store", stack)["tiers"]
+    counts = [
+        {use["namespace"]: (use["blocks"], use["tails"]) for use in tier["namespaces"]}
+        for tier in tiers
+    ]
+    assert counts == [{one: (2, 1)}, {one: (2, 0), other: (2, 0)}]
+    for tier, url in zip(tiers, (first, below), strict=True):
+        alone = run_json("du", "--store", url)
+        assert [use["bytes"] for use in tier["namespaces"]] == [
+            use["bytes"] for use in alone["namespaces"]
+        ]
+    lines = [line.split() for line in run("du", "--store", stack).out.splitlines()]
+    rows = [(line[0], line[2:4]) for line in lines if line and line[0] in (one[:12], other[:12])]
+    assert sorted(rows[2:]) == sorted(
+        [(one[:12], ["2", "1"]), (one[:12], ["2", "0"]), (other[:12], ["2", "0"])]
+    )
 
 
 def test_ls_and_inspect_see_what_is_only_below(stack, prompts):
