@@ -18,7 +18,7 @@ from pdstore.settings import Settings
 
 log = logging.getLogger(__name__)
 
-ABI = 27
+ABI = 28
 CPU = -1
 RELAXED = 2
 """The CUDA capture mode in which a thread's calls do not disturb other threads' graph captures."""
@@ -143,7 +143,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_make_room": [_P, c_char_p, c_char_p, _P, c_int64],
     "pds_arena_list": [_P, _P, _P, c_int64, _P],
     "pds_arena_put": [_P, c_int64, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
-    "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
+    "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, c_int32, _P],
     "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, _P, _P, _P],
     "pds_arena_take": [_P, _P, _P, _P, _P],
     "pds_arena_confirm": [_P, _P, _P, _P],

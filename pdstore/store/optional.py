@@ -183,6 +183,14 @@ class RenewsUnread(Protocol):
 
 
 @runtime_checkable
+class PeeksValues(Protocol):
+    """A store whose `get` ends the leases of what it reads, and that can read without that."""
+
+    def peek(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Does what `Store.get` does, but ends no lease: whoever waits for a value reads it yet."""
+
+
+@runtime_checkable
 class HasTiers(Protocol):
     """A store that consists of several stores, one below the other."""
 

@@ -13,7 +13,7 @@ from pdstore.errors import StoreClosed, StoreError, StoreTimeout, StoreUnavailab
 from pdstore.format.keys import BlockKey
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import EvictsByUse, FindsKeys
+from pdstore.store.optional import EvictsByUse, FindsKeys, PeeksValues
 from pdstore.store.tiers.copy_queue import CopyQueue
 from pdstore.store.tiers.purges import PurgeWatch, Sample, namespaces_of
 from pdstore.threads import Deadline, Ticker
@@ -67,6 +67,8 @@ class Copier:
         self._lower = lower
         self._finder = lower.optional(FindsKeys)
         self._finder_above = first.optional(FindsKeys)
+        peeks = first.optional(PeeksValues)
+        self._read_above = peeks.peek if peeks is not None else first.get
         self._by_use = lower.optional(EvictsByUse)
         self.admission: Admission | None = None
         self._is_decided = False  # True: the admission has admitted the present put
@@ -349,7 +351,7 @@ class Copier:
         """Reads values from the first tier; returns how many leading ones are there and right."""
         num_read = 0
         with contextlib.suppress(StoreClosed):
-            num_read = self._num_done(self._first, self._first.get, keys, slots)
+            num_read = self._num_done(self._first, self._read_above, keys, slots)
         is_right = (self._is_right(slots.value(i)) for i in range(num_read))
         return next((i for i, right in enumerate(is_right) if not right), num_read)
 
