@@ -317,10 +317,10 @@ class Copier:
         """Returns which keys must not stay in the lower tier; None if that cannot be found out."""
         try:
             is_purged = not self._purges.are_current(samples)
+            return set(keys) if is_purged else self._gone_from_above(keys)
         except StoreError as error:
             self._note_failure(error, keys)
             return None
-        return set(keys) if is_purged else self._gone_from_above(keys)
 
     def _take_back(self) -> bool:
         """Removes below what was gone from the first tier after its copy; False if that failed."""
@@ -333,18 +333,16 @@ class Copier:
         return True
 
     def _gone_from_above(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Returns the keys that the first tier lacks; all, if it fails."""
+        """Returns the keys that the first tier lacks. Raises StoreError."""
         if self._finder_above is not None:
-            return _missing(self._first, self._finder_above, keys)
+            stored = self._finder_above.which_stored(keys)
+            return set(keys) - stored_among(stored, keys, self._first)
         gone: list[BlockKey] = []
         rest = keys
-        try:
-            while rest:  # a match tells one missing key at a time
-                num_there = count_of(self._first.match(rest), rest, self._first)
-                gone += rest[num_there : num_there + 1]
-                rest = rest[num_there + 1 :]
-        except StoreError:
-            return set(keys)
+        while rest:  # a match tells one missing key at a time
+            num_there = count_of(self._first.match(rest), rest, self._first)
+            gone += rest[num_there : num_there + 1]
+            rest = rest[num_there + 1 :]
         return set(gone)
 
     def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
