@@ -386,7 +386,7 @@ void Arena::abandon_later(const Places &places) {
 }
 
 int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places,
-                      int64_t lock_timeout_ns) {
+                      int64_t lock_timeout_ns, Leases leases) {
   bool fits = true;
   const int32_t code = locked(lock_timeout_ns, [&](int64_t now) {
     places->clear();
@@ -397,7 +397,7 @@ int32_t Arena::borrow(const Keys &keys, const int64_t *sizes, Places *places,
       const Slot &slot = index_.slot(id);
       fits = slot.bytes == sizes[i] && slot.bytes <= index_.room_of(id);
       if (!fits) return;
-      index_.begin_read(id, now);
+      if (leases == Leases::kEnd) index_.begin_read(id, now);
       places->push_back({id, slot.generation, index_.offset_of(id), 0});
     }
   });

@@ -61,8 +61,10 @@ class Arena {
   // Frees reserved places; if the lock is not free in time, the next call frees them.
   int32_t abandon(const Places &places, int64_t lock_timeout_ns = -1);
   void abandon_later(const Places &places);
-  // places: of the leading keys that are stored with this size. Their leases end soon.
-  int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_timeout_ns);
+  // places: of the leading keys that are stored with this size.
+  enum class Leases { kEnd, kStay };
+  int32_t borrow(const Keys &keys, const int64_t *sizes, Places *places, int64_t lock_timeout_ns,
+                 Leases leases);
   // Counts the leading places that still hold the value that they were given for.
   int64_t still_there(const Places &places);
   int32_t wait_for_change(uint32_t seen, int64_t timeout_us, uint32_t *changes);

@@ -78,9 +78,9 @@ int32_t put_batch(Arena &arena, int64_t lock_timeout_ns, uint64_t memory, const 
 }
 
 int32_t get_batch(Arena &arena, uint64_t memory, const Keys &keys, const uint64_t *addresses,
-                  const int64_t *sizes, int64_t *done) {
+                  const int64_t *sizes, Arena::Leases leases, int64_t *done) {
   Places places;
-  const int32_t code = arena.borrow(keys, sizes, &places, -1);
+  const int32_t code = arena.borrow(keys, sizes, &places, -1, leases);
   if (code != PDS_OK && code != PDS_ERR_LENGTH) return code;
   for (size_t i = 0; i < places.size(); ++i) {
     copy(pointer(addresses[i]), pointer(memory + places[i].offset), sizes[i]);
@@ -196,10 +196,11 @@ extern "C" int32_t pds_arena_put(pds_arena *arena, int64_t lock_timeout_ns, uint
 
 extern "C" int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                                  const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
-                                 int64_t *done) {
+                                 int32_t keeps_leases, int64_t *done) {
   if (!pds::arena::are_sizes(sizes, num_keys, 1)) return PDS_ERR_ARGUMENT;
+  const auto leases = keeps_leases != 0 ? Arena::Leases::kStay : Arena::Leases::kEnd;
   const auto get = [&](Arena &a, const Keys &some, int64_t i, int64_t *more) {
-    return get_batch(a, memory, some, addresses + i, sizes + i, more);
+    return get_batch(a, memory, some, addresses + i, sizes + i, leases, more);
   };
   return in_batches(arena, keys, num_keys, done, get);
 }

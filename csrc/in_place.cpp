@@ -169,7 +169,8 @@ int32_t expect_sums(const Batch &batch, std::vector<pds::PendingSum> *pending_su
 int32_t start_scatter(Arena &arena, Engine &engine, Batch &batch,
                       std::vector<pds::PendingSum> *pending_sums) {
   const pds_values &values = batch.values;
-  int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_timeout_ns);
+  int32_t code = arena.borrow(batch.keys, values.sizes, &batch.places, values.lock_timeout_ns,
+                              Arena::Leases::kEnd);
   if (code != PDS_OK) return code;
   if (static_cast<int64_t>(batch.places.size()) < values.count) return PDS_ERR_VALUE;
   choose_summed(engine.layout(), batch);

@@ -237,9 +237,10 @@ int32_t pds_arena_list(pds_arena *arena, int64_t *next, pds_arena_value *values,
 int32_t pds_arena_put(pds_arena *arena, int64_t lock_timeout_ns, uint64_t memory, const char *keys,
                       const uint8_t *kinds, const uint64_t *addresses, const int64_t *sizes,
                       int64_t num_keys, int64_t *done);
+// keeps_leases: if 0, the values' leases end soon, as whoever waited for them has read them.
 int32_t pds_arena_get(pds_arena *arena, uint64_t memory, const char *keys,
                       const uint64_t *addresses, const int64_t *sizes, int64_t num_keys,
-                      int64_t *done);
+                      int32_t keeps_leases, int64_t *done);
 
 // Values of an arena and their copies. After a failure no slot stays reserved; `error`: the
 // engine's.

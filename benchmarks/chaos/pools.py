@@ -21,7 +21,7 @@ from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.spawner import Child, Spawner
 from examples.ports import free_ports
 from pdstore.errors import StoreFull
-from pdstore.format.keys import POOL_ID_KEY
+from pdstore.format.keys import POOL_ID_KEY, PURGE_PREFIX
 from pdstore.settings import read_settings
 from pdstore.store import Store, open_store
 from pdstore.store.arena.store import ArenaStore
@@ -39,6 +39,11 @@ _QUICK_MOONCAKE = {
 
 _CREW = min(15, max(1, (os.cpu_count() or 1) // 2))
 """Threads that the native library starts with the first share of several values."""
+
+
+def _stays(key: str) -> bool:
+    """True for keys that no purge removes: the pool's id, and the numbers of purges."""
+    return key == POOL_ID_KEY or key.startswith(PURGE_PREFIX)
 
 
 class Pool(ABC):
@@ -109,9 +114,13 @@ class Pool(ABC):
         """Removes all blocks from the first of several tiers. False if it has not several."""
         return False
 
+    def purge_again(self) -> None:  # noqa: B027
+        """Purges what the pages say must be purged after the faults, so that blocks are copied."""
+
     async def leftovers(self, num_stores: int) -> list[str]:
         """Returns what is left although the pool was cleared, in words.
 
+        A purge's numbers and the pool's id stay.
         num_stores: stores that the instances have open.
         """
         return []
@@ -151,7 +160,7 @@ class FilePool(Pool):
         return True
 
     async def leftovers(self, num_stores: int) -> list[str]:
-        values = [path for path in self._root.glob("??/*") if path.name != POOL_ID_KEY]
+        values = [path for path in self._root.glob("??/*") if not _stays(path.name)]
         for path in (self._root / "tmp").glob("*"):
             if not Path(f"/proc/{path.name.partition('-')[0]}").exists():
                 os.utime(path, (0, 0))  # its writer was killed: the pool deletes it when it is old
@@ -186,7 +195,8 @@ class ArenaPool(Pool):
         with contextlib.closing(store):
             await asyncio.to_thread(_need_room, store)
             counts = store.counts()
-        found = [] if counts.stored <= 1 else [f"{counts.stored} values"]  # the pool's id stays
+            values = [value.key for value in store.stored_values() if not _stays(value.key)]
+        found = [f"{len(values)} values"] if values else []
         return found + ([f"{counts.reserved} reserved slots"] if counts.reserved else [])
 
 
@@ -244,9 +254,12 @@ class RedisPool(Pool):
 
     async def leftovers(self, num_stores: int) -> list[str]:
         with socket.create_connection(("127.0.0.1", self._port), 2.0) as connection:
-            connection.sendall(b"DBSIZE\r\n")
-            count = int(connection.recv(64).strip()[1:])
-        return [f"{count} keys"] if count > 1 else []
+            answers = connection.makefile("rb")
+            connection.sendall(b"KEYS *\r\n")
+            count = int(answers.readline()[1:])
+            lines = [answers.readline().strip().decode() for _ in range(2 * count)]
+        values = [key for key in lines[1::2] if not _stays(key)]
+        return [f"{len(values)} keys"] if values else []
 
 
 class MooncakePool(Pool):

@@ -150,6 +150,7 @@ class Round:
 
     async def _ask_below(self, client: httpx.AsyncClient) -> None:
         """Asks D alone until it loads blocks that are in the lower tier only."""
+        await asyncio.to_thread(self._stage.pool.purge_again)
         draw = random.Random(f"{self._seed} below")
         deadline, num_tries = time.monotonic() + self._join_s, 0
         while time.monotonic() < deadline:

@@ -9,8 +9,10 @@ from typing import ClassVar
 from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.pools import POOLS, ArenaPool, FilePool, Pool, RedisPool
 from benchmarks.chaos.spawner import Spawner
+from pdstore.errors import StoreError
 from pdstore.format.keys import Kind, kind_of
-from pdstore.store.optional import ListsValues
+from pdstore.store.optional import HasTiers, ListsValues
+from pdstore.store.tiers.purges import PurgeNumbers, purged_namespaces
 
 _QUIET = "error_rate=0&miss_rate=0&corrupt_rate=0"
 _TIER_THREADS = 8
@@ -86,6 +88,17 @@ class StackPool(Pool):
             keys = [value.key for value in lists.stored_values()]
             store.remove([key for key in keys if kind_of(key) is Kind.BLOCK])
         return True
+
+    def purge_again(self) -> None:
+        """Purges namespaces of which the first tier has lost the number with all its values."""
+        with contextlib.closing(self.open_store()) as store:
+            has_tiers = store.optional(HasTiers)
+            assert has_tiers is not None
+            first, below = map(PurgeNumbers, has_tiers.tiers)
+            for namespace in purged_namespaces(store):
+                with contextlib.suppress(StoreError):  # then nothing is loaded from below
+                    if first.last(namespace) < below.last(namespace):
+                        store.clear(namespace)
 
     async def leftovers(self, num_stores: int) -> list[str]:
         return [

@@ -95,7 +95,7 @@ void put(View &view, Batch &batch) {
 void get(View &view, Batch &batch, bool bytes_count) {
   int64_t done;
   pds_arena_get(view.arena, view.address(), batch.keys.data(), batch.addresses().data(),
-                batch.sizes.data(), batch.count(), &done);
+                batch.sizes.data(), batch.count(), batch.count() % 2, &done);
   expect(done >= 0 && done <= batch.count(), "a count");
   for (int64_t n = 0; bytes_count && n < done; ++n) expect(batch.is_right(n), "a value's bytes");
 }

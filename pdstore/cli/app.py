@@ -72,7 +72,7 @@ def ls(
 @app.command()
 def du(store: Store = None, json: JsonTarget = None) -> None:
     """Count values and bytes by namespace."""
-    _run("pdstore.cli.listing.du", json, store)
+    _run("pdstore.cli.usage.du", json, store)
 
 
 @app.command()

@@ -150,10 +150,10 @@ def check_purges(first: Store, lower: Store) -> Iterator[Finding]:
     watch = PurgeWatch(first, lower)
     with contextlib.suppress(StoreError):  # another finding tells of the error
         for namespace in sorted(purged_namespaces(first) | purged_namespaces(lower)):
-            sample = watch.sample(namespace)
-            if not (sample.is_quiet or watch.may_adopt(namespace, sample)):
+            why = watch.why_forbidden(namespace)
+            if why is not None:
                 remedy = f"run pdstore purge --namespace {namespace} on this host"
-                yield warn("purge", watch.why_refused(namespace, sample), remedy)
+                yield warn("purge", why, remedy)
 
 
 def _check_tier(settings: Settings, tier: Store, shape: ModelShape | None) -> Iterator[Finding]:

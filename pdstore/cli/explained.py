@@ -20,6 +20,7 @@ from pdstore.errors import BadValue, ConfigError, MissingExtra, StoreError
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
 from pdstore.store.base import Store, stored_among
 from pdstore.store.optional import FindsKeys, StoredValue, num_evicted
+from pdstore.store.tiers.promotion import Prospect, prospect_of
 
 _ROWS = 12
 _MAX_ID = (1 << 31) - 1
@@ -34,6 +35,9 @@ class Cover(NamedTuple):
     drafts: for each draft model, the numbers of the blocks of which its KV is stored.
     tiers: for each block, the numbers of the tiers that have all its stored parts; empty for a pool
       of one store.
+    promotions: for each block, whether the next load puts it into the first tier, in words; empty
+      for a block that needs none or that no load reads, because an earlier one is missing.
+    problems: which tiers did not answer, and why a purge forbids promotions.
     """
 
     keys: PromptKeys
@@ -42,6 +46,8 @@ class Cover(NamedTuple):
     how_gone: str = "was evicted"
     drafts: Mapping[str, Collection[int]] = {}
     tiers: Sequence[Sequence[int]] = ()
+    promotions: Sequence[str] = ()
+    problems: Sequence[str] = ()
 
     @property
     def namespace(self) -> str:
@@ -169,18 +175,57 @@ def explain(
         for use in survey(stored.values()):
             keys = _keys_of(pool, use, cache_salt).extend(token_ids)
             cover = cover_of(keys, stored, use, gone)
-            covers.append(cover._replace(tiers=_tiers_of_blocks(pool.tiers, cover.blocks)))
+            covers.append(cover)
+        named = [cover for cover in covers if cover.namespace.startswith(namespace)]
+        best = max(named, key=lambda c: (c.num_tokens, sum(map(len, c.blocks))), default=None)
         names = _tier_names(pool.tiers)
-    named = [cover for cover in covers if cover.namespace.startswith(namespace)]
-    meant = max(named, key=lambda c: (c.num_tokens, sum(map(len, c.blocks))), default=None)
+        meant = _placed(best, pool.tiers, names) if best is not None else None
+        silent = [*pool.silent.values()]
     if meant is None:
         why = "this pool has no such namespace" if namespace else "this pool is empty"
         num = len(token_ids)
-        numbers: Json = {"store": label, "prompt_tokens": num, "found_tokens": 0, "why": why}
-        nothing = Answer(numbers, [f"0 of {num:,} tokens: {why} ({label})"], status=1)
+        numbers: dict[str, Json] = {
+            "store": label,
+            "prompt_tokens": num,
+            "found_tokens": 0,
+            "why": why,
+        }
+        said: list[RenderableType] = [f"0 of {num:,} tokens: {why} ({label})", *silent]
+        nothing = Answer({**numbers, "problems": [*silent]}, said, status=1)
         return _with_losses(nothing, peers)
-    answer = _answer(label, meant, [cover for cover in covers if cover is not meant], names)
+    meant = meant._replace(problems=[*silent, *meant.problems])
+    answer = _answer(label, meant, [cover for cover in covers if cover is not best], names)
     return _with_losses(answer, peers)
+
+
+def _placed(cover: Cover, tiers: Sequence[Store], names: Sequence[str]) -> Cover:
+    """Adds where the blocks are in several tiers, and whether the next load promotes them."""
+    if len(tiers) == 1:
+        return cover
+    cover = cover._replace(tiers=_tiers_of_blocks(tiers, cover.blocks))
+    promotions = [""] * len(cover.blocks)
+    problems: list[str] = []
+    for number, tier in enumerate(tiers[1:], start=1):
+        here = [i for i in range(cover.num_run) if [*cover.tiers[i][:1]] == [number]]
+        parts = [part for i in here for part in cover.blocks[i]]
+        keys = [part.key for part in parts]
+        prospect = None
+        with contextlib.suppress(StoreError):  # of a tier that fails nothing is known
+            prospect = prospect_of(tiers[0], tier, keys, [part.num_bytes for part in parts])
+        if parts and prospect is not None:
+            for i in here:
+                promotions[i] = _said_of(prospect, names[0])
+            problems += [prospect.forbidden] if prospect.forbidden else []
+    return cover._replace(promotions=promotions, problems=problems)
+
+
+def _said_of(prospect: Prospect, first: str) -> str:
+    if prospect.forbidden:
+        return "not promoted, because of a purge"
+    if prospect.oldest_s is None:
+        return "promoted at the next load"
+    oldest = f"the oldest block of {first}, unused for {age(prospect.oldest_s)}"
+    return f"promoted at the next load if it is worth more than {oldest}"
 
 
 def _tiers_of_blocks(
@@ -190,8 +235,6 @@ def _tiers_of_blocks(
 
     A tier that fails, or that cannot be searched, has nothing.
     """
-    if len(tiers) == 1:
-        return []
     keys = [part.key for parts in blocks for part in parts]
     found: list[list[int]] = [[] for _ in blocks]
     for number, tier in enumerate(tiers):
@@ -217,11 +260,13 @@ def _places_of(cover: Cover, names: Sequence[str]) -> list[str]:
     """Returns in which tiers the blocks are, by runs: `blocks 0-11: in shm://`."""
     shown = []
     first = 0
-    for numbers, run in groupby(cover.tiers):
+    places = zip(cover.tiers, cover.promotions, strict=True)
+    for (numbers, promotion), run in groupby(places):
         last = first + sum(1 for _ in run) - 1
         what = f"block {first}" if first == last else f"blocks {first}-{last}"
         if numbers:
-            shown.append(f"{what}: in {' and '.join(names[number] for number in numbers)}")
+            place = " and ".join(names[number] for number in numbers)
+            shown.append(", ".join(filter(None, [f"{what}: in {place}", promotion])))
         elif any(cover.blocks[first : last + 1]):
             shown.append(f"{what}: in no tier whole")
         first = last + 1
@@ -284,6 +329,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover], tier_names: Seque
         "why": meant.why(),
         "blocks": [*blocks],
         "tiers": [*tier_names] if meant.tiers else [],
+        "problems": [*meant.problems],
         "drafts": {draft: meant.num_drafted(draft) for draft in meant.drafts},
         "other_namespaces": elsewhere,
     }
@@ -298,6 +344,7 @@ def _answer(label: str, meant: Cover, others: Sequence[Cover], tier_names: Seque
     ]
     if places := _places_of(meant, tier_names):
         shown.append(f"→ {'; '.join(places)}")
+    shown += [f"→ {problem}" for problem in meant.problems]
     shown += [
         f"→ the KV of draft model {draft} is there of {num:,} of these tokens; without it, an"
         " instance with this draft model has fewer of its drafted tokens accepted"
@@ -331,6 +378,7 @@ def _block(cover: Cover, number: int) -> dict[str, Any]:
         "hash": cover.keys.hash_of(number).hex(),
         "num_parts": len(cover.blocks[number]),
         "tiers": list(cover.tiers[number]) if cover.tiers else [],
+        "promotion": (cover.promotions[number] if cover.promotions else "") or None,
         "age_s": max(ages, default=None),
     }
 

@@ -1,4 +1,4 @@
-"""`pdstore ls`, `du` and `inspect`: they list and read the values of a pool."""
+"""`pdstore ls` and `inspect`: they list and read the values of a pool, and count them."""
 
 from __future__ import annotations
 
@@ -65,22 +65,29 @@ class OpenPool(NamedTuple):
 
         Raises ConfigError for a store that cannot list them, and StoreError.
         """
+        return values_once(self.values_by_tier(prefix))
+
+    def values_by_tier(self, prefix: str = ALL_KEYS) -> list[list[StoredValue]]:
+        """Lists the values of each tier; none of a lower tier that does not answer.
+
+        Raises as `listed_values` does.
+        """
         if self.lists is None:
             raise ConfigError(
                 f"{self.store.label} cannot list its values: no ListsValues (see docs)"
             )
-        found: dict[BlockKey, StoredValue] = {}
+        found = []
         for number, tier in enumerate(self.tiers):
             lists = tier.optional(ListsValues)
+            values: list[StoredValue] = []
             try:
                 values = list(lists.stored_values(prefix)) if lists is not None else []
             except StoreError as error:
                 if number == 0:  # without the first tier, the pool is down
                     raise
                 self.silent[tier.label] = f"tier {number} did not answer: {error}"
-            else:
-                found = {**{value.key: value for value in values}, **found}
-        return list(found.values())
+            found.append(values)
+        return found
 
     def room_of(self, tier: Store) -> Room | None:
         """Returns how full a tier is; None if it does not tell. Raises StoreError."""
@@ -109,6 +116,14 @@ class OpenPool(NamedTuple):
         if header is None:
             raise BadValue("its checksum is wrong")
         return header
+
+
+def values_once(by_tier: Sequence[Iterable[StoredValue]]) -> list[StoredValue]:
+    """Returns each value once, as the fastest tier that has it lists it."""
+    found: dict[BlockKey, StoredValue] = {}
+    for values in by_tier:
+        found = {**{value.key: value for value in values}, **found}
+    return list(found.values())
 
 
 @contextmanager
@@ -266,59 +281,6 @@ def ls(url: str | None, prefix: str, limit: int) -> Answer:
 def _by_use(value: StoredValue) -> tuple[float, str]:
     """Sorts values used last first, and those whose age is not known last."""
     return inf if value.age_s is None else value.age_s, value.key
-
-
-def du(url: str | None) -> Answer:
-    """Counts values and bytes by namespace, and says how full the store is."""
-    with open_pool(url) as pool:
-        uses = survey(pool.listed_values())
-        rooms = {tier.label: pool.room_of(tier) for tier in pool.tiers}
-        label = pool.store.label
-        silent = pool.silent
-    total = size(sum(use.num_bytes for use in uses))
-    note = f"{label}: {total} in {counted(len(uses), 'namespace')}"
-    notes = [note + _used(next(iter(rooms.values())))]
-    if len(rooms) > 1:  # a value that is in several tiers counts once
-        answered = {tier: room for tier, room in rooms.items() if tier not in silent}
-        notes = [note, *(f"{tier}{_used(room)}" for tier, room in answered.items())]
-    columns = ["namespace", ">bytes", ">blocks", ">tails", ">markers", ">last used", ">oldest"]
-    rows: list[list[str]] = []
-    documents: list[Json] = []
-    for use in uses:
-        counts = [use.counts[kind] for kind in (Kind.BLOCK, Kind.TAIL, Kind.HANDOFF)]
-        ages = age(use.youngest_s), age(use.oldest_s)
-        rows.append(
-            [use.hex[:DIGITS], size(use.num_bytes), *(f"{number:,}" for number in counts), *ages]
-        )
-        document: dict[str, Json] = {"namespace": use.hex, "bytes": use.num_bytes}
-        document |= zip(("blocks", "tails", "markers"), counts, strict=True)
-        document["parts"] = [list(part) for part in sorted(use.parts)]
-        document["drafts"] = dict(use.drafts)
-        document |= {"youngest_s": use.youngest_s, "oldest_s": use.oldest_s}
-        documents.append(document)
-    return Answer(
-        {
-            "store": label,
-            "room": next(map(_as_json, rooms.values())),
-            "tiers": [{"store": tier, "room": _as_json(room)} for tier, room in rooms.items()],
-            "namespaces": documents,
-            "problems": [*silent.values()],
-        },
-        [table(columns, rows), *map(muted, notes), *silent.values()],
-        status=int(bool(silent)),
-    )
-
-
-def _used(room: Room | None) -> str:
-    """Returns how full a store is, as the end of a line; an empty text if it does not tell."""
-    if room is None or not room.capacity_bytes:
-        return ""
-    used = (room.used_bytes or 0) / room.capacity_bytes
-    return f"; {used:.0%} of {size(room.capacity_bytes)} used ({room.keeper}, {room.policy})"
-
-
-def _as_json(room: Room | None) -> Json:
-    return dict(room._asdict()) if room is not None else None
 
 
 def _kind(value: StoredValue) -> str:

@@ -238,14 +238,23 @@ class NativeArena:
         return done.value
 
     def get(
-        self, memory: int, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
+        self,
+        memory: int,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        keeps_leases: bool = False,
     ) -> int:
-        """Copies values out of the arena; returns how many leading values it copied."""
+        """Copies values out of the arena; returns how many leading values it copied.
+
+        keeps_leases: False if the values' leases end soon, as whoever waited has read them.
+        """
         count = len(keys)
         done = c_int64()
         targets = (c_uint64 * count)(*addresses)
         lengths = (c_int64 * count)(*sizes)
-        values = memory, joined(keys), targets, lengths, count, byref(done)
+        values = memory, joined(keys), targets, lengths, count, keeps_leases, byref(done)
         code = self._calls.pds_arena_get(self._handle, *values)
         self._check(code, done.value)
         return done.value

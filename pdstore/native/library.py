@@ -143,7 +143,7 @@ SIGNATURES: dict[str, list[object]] = {
     "pds_arena_make_room": [_P, c_char_p, c_char_p, _P, c_int64],
     "pds_arena_list": [_P, _P, _P, c_int64, _P],
     "pds_arena_put": [_P, c_int64, c_uint64, c_char_p, c_char_p, _P, _P, c_int64, _P],
-    "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, _P],
+    "pds_arena_get": [_P, c_uint64, c_char_p, _P, _P, c_int64, c_int32, _P],
     "pds_arena_fill": [_P, _P, _P, c_int64, c_char_p, _P, _P, _P],
     "pds_arena_take": [_P, _P, _P, _P, _P],
     "pds_arena_confirm": [_P, _P, _P, _P],

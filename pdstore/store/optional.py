@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -183,6 +182,14 @@ class RenewsUnread(Protocol):
 
 
 @runtime_checkable
+class PeeksValues(Protocol):
+    """A store whose `get` ends the leases of what it reads, and that can read without that."""
+
+    def peek(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        """Does what `Store.get` does, but ends no lease: whoever waits for a value reads it yet."""
+
+
+@runtime_checkable
 class HasTiers(Protocol):
     """A store that consists of several stores, one below the other."""
 
@@ -294,6 +301,9 @@ class ShowsTiers(Protocol):
         Does I/O, within a lower tier's limit for a look, only while a purge forbids copies.
         """
 
+    def tier_names(self) -> Sequence[str]:
+        """Returns the name of each tier, by `tier_name`. Does no I/O."""
+
     def tier_rooms(self) -> Mapping[str, TellsRoom]:
         """Returns what tells the room of each tier, by the tier's name; of those that tell it."""
 
@@ -320,10 +330,8 @@ def tier_names(store: Store) -> list[str]:
 
     The second of several tiers is `1 file`, for instance. A name has no secret.
     """
-    if store.optional(TellsTiers) is None:
-        return []
-    schemes = re.findall(r"(?:^| )([a-z][a-z0-9+.-]*)://", store.label)
-    return [f"{number} {scheme}" for number, scheme in enumerate(schemes)]
+    shows = store.optional(ShowsTiers)
+    return list(shows.tier_names()) if shows is not None else []
 
 
 def tier_name(number: int, store: Store) -> str:

@@ -12,6 +12,7 @@ from pdstore.store.optional import (
     FindsKeys,
     MeetsInTier,
     OpensTiers,
+    PeeksValues,
     RenewsUnread,
 )
 from pdstore.store.transfer import (
@@ -153,6 +154,15 @@ class _HookedRenewer:
         ).answer
 
 
+class _HookedPeeker:
+    def __init__(self, hook: CallHook, inner: PeeksValues) -> None:
+        self._hook = hook
+        self._inner = inner
+
+    def peek(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        return self._hook("get", keys, lambda: moved_by(self._inner.peek, keys, slots)).answer
+
+
 class _HookedMover:
     def __init__(self, hook: CallHook, inner: MovesValues) -> None:
         self._hook = hook
@@ -185,6 +195,7 @@ _HOOKED: Mapping[type, Callable[[CallHook, Any], object]] = {
     FindsKeys: _HookedFinder,
     MeetsInTier: _HookedMeeting,
     OpensTiers: _HookedTiers,
+    PeeksValues: _HookedPeeker,
     RenewsUnread: _HookedRenewer,
     MovesValues: _HookedMover,
 }

@@ -16,8 +16,8 @@ from pdstore.errors import ConfigError, StoreUnavailable
 from pdstore.format.keys import BlockKey
 from pdstore.settings import Settings
 from pdstore.store.base import Slots, Store
-from pdstore.store.connect import check_url, open_store
-from pdstore.store.url import StoreURL
+from pdstore.store.connect import check_url, open_store, place_of
+from pdstore.store.url import Place, StoreURL
 from pdstore.store.wrappers import WrapperStore
 from pdstore.threads import Deadline
 
@@ -81,6 +81,17 @@ class Faulty(WrapperStore):
     def check(cls, url: StoreURL, settings: Settings) -> None:
         _options_of(url)
         check_url(url.inner("faulty+"), settings)
+
+    @classmethod
+    def place(cls, url: StoreURL, settings: Settings) -> Place:
+        """Returns the place of the wrapped store; a trial fails on purpose, too."""
+        faults = url.text.partition("?")[2]
+        _options_of(url)
+        found = place_of(url.inner("faulty+"), settings)
+        trial = found.trial_url
+        if trial is not None:
+            trial = f"faulty+{trial.partition('?')[0]}?{faults}"
+        return found._replace(trial_url=trial)
 
     def codes(self) -> Mapping[str, int]:
         """Returns the counts of failures on purpose, by kind, and the wrapped store's own codes."""

@@ -60,7 +60,6 @@ class Mover:
         self._meeting = meeting_store_of(context.store)
         self._finder = context.store.optional(FindsKeys)
         self._reads = context.store.optional(TellsReads)
-        self._renewer = context.store.optional(RenewsUnread)
         takes = context.store.optional(TakesAdmission)
         self.has_tiers = takes is not None
         self.admission = admission if self.by_use is not None or self.has_tiers else None
@@ -82,14 +81,7 @@ class Mover:
 
         only_unread: arguments for `RenewsUnread.renew`, if the store has this call.
         """
-        store = self.context.store
-        renewer = self._renewer
-        with turn.in_store_call():
-            if renewer is not None and only_unread is not None:
-                found = renewer.renew(keys, *only_unread)
-            else:
-                found = store.match(keys)
-            return count_of(found, keys, store)
+        return _num_matched(turn, self.context.store, keys, only_unread)
 
     def num_readable(
         self,
@@ -101,13 +93,10 @@ class Mover:
         """Returns how many leading keys are stored where a save's readers look; leases them.
 
         D looks for what is handed off in the tier where P and D meet. All others look everywhere.
-        only_unread: as in `num_matched`, but of no effect if the store has several tiers.
+        only_unread: as in `num_matched`.
         """
-        store = self._meeting
-        if not plan.is_handed_off or store is self.context.store:
-            return self.num_matched(turn, keys, only_unread)
-        with turn.in_store_call():
-            return count_of(store.match(keys), keys, store)
+        store = self._meeting if plan.is_handed_off else self.context.store
+        return _num_matched(turn, store, keys, only_unread)
 
     def num_stored(self, turn: WorkerTurn, keys: Sequence[BlockKey]) -> int:
         """Returns how many leading keys are stored; leases none if the store is FindsKeys."""
@@ -225,6 +214,22 @@ class _Opener:
         metrics.slots_lent.set_function(lambda: staging.num_lent)
         self._undo.callback(metrics.slots_lent.set_function, lambda: 0)
         return staging
+
+
+def _num_matched(
+    turn: WorkerTurn,
+    store: Store,
+    keys: Sequence[BlockKey],
+    only_unread: tuple[int, float] | None,
+) -> int:
+    """Does what `Mover.num_matched` says, in one store."""
+    renewer = store.optional(RenewsUnread) if only_unread is not None else None
+    with turn.in_store_call():
+        if renewer is not None and only_unread is not None:
+            found = renewer.renew(keys, *only_unread)
+        else:
+            found = store.match(keys)
+        return count_of(found, keys, store)
 
 
 def check_values_fit(store: Store, geometry: Geometry) -> None:

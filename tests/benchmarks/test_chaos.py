@@ -15,8 +15,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks.chaos.asking import Answer
+from benchmarks.chaos.disk import Disk
 from benchmarks.chaos.engines import MINI
 from benchmarks.chaos.round import Round
+from benchmarks.chaos.stacks import ArenaOverFiles
+from pdstore.store.optional import HasTiers
+from pdstore.store.tiers.purges import PurgeNumbers, namespace_of, purge_key
+from pdstore.testing.values import contents, fresh_keys, put
 
 DEADLINE_S = 20
 PROMPT, RIGHT = list(range(40)), Answer([5, 6], [-0.5, -0.25], 39)
@@ -70,7 +75,7 @@ def failures_of(url: str) -> set[str]:
 
     async def run():
         options = types.SimpleNamespace(faulty="yes", engine=MINI)
-        pool = types.SimpleNamespace(leave_below=lambda: False)
+        pool = types.SimpleNamespace(leave_below=lambda: False, purge_again=lambda: None)
         stage = types.SimpleNamespace(url=url, heal=nothing_died, options=options, pool=pool)
         one = Round(stage, Calm(), [PROMPT], [RIGHT], "1", join_s=0.2)
         await one.run([], 0.05)
@@ -78,6 +83,39 @@ def failures_of(url: str) -> set[str]:
         return {failure.partition(":")[0] for failure in one.outcome.failures}
 
     return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def left_in(pool) -> list[str]:
+    return asyncio.run(asyncio.wait_for(pool.leftovers(1), DEADLINE_S))
+
+
+def test_numbers_of_purges_are_not_left_over(tmp_path):
+    disk = Disk(tmp_path / "disk", is_small=False)
+    disk.path.mkdir()
+    pool = ArenaOverFiles(None, disk, "1")
+    keys = fresh_keys(3)
+    with contextlib.closing(pool.open_store()) as store:
+        for tier in store.optional(HasTiers).tiers:
+            put(tier, keys, contents(keys, 1000))
+        assert len(left_in(pool)) == 4  # a line of the arena, and one for each file
+        store.clear(namespace_of(keys[0]))
+        assert left_in(pool) == []
+
+
+def test_a_first_tier_that_has_lost_its_purge_numbers_is_purged(tmp_path):
+    disk = Disk(tmp_path / "disk", is_small=False)
+    disk.path.mkdir()
+    pool = ArenaOverFiles(None, disk, "1")
+    [key] = fresh_keys(1)
+    with contextlib.closing(pool.open_store()) as store:
+        store.clear(namespace_of(key))
+        first, below = store.optional(HasTiers).tiers
+        first.remove([purge_key(namespace_of(key), number) for number in (1, 2)])
+        put(first, [key], contents([key], 1000))
+        pool.purge_again()
+        numbers = [PurgeNumbers(tier).last(namespace_of(key)) for tier in (first, below)]
+    assert numbers == [2, 2]
+    assert left_in(pool) == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 
 from pdstore.cli import listing as module
 from pdstore.cli.explained import explain
-from pdstore.cli.listing import StoredKey, du, inspect, ls, open_pool
+from pdstore.cli.listing import StoredKey, inspect, ls, open_pool
 from pdstore.cli.purging import clear
+from pdstore.cli.usage import du
 from pdstore.errors import ConfigError
 from pdstore.format.block import HEADER_BYTES, Header, seal
 from pdstore.format.keys import BlockKey, Kind, Part, PromptKeys, kind_of

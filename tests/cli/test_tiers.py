@@ -12,13 +12,16 @@ from pdstore.cli.answer import Level
 from pdstore.cli.doctor import check_tiers
 from pdstore.cli.explained import explain
 from pdstore.cli.listing import open_pool
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, StoreFull
+from pdstore.format import block
 from pdstore.format.keys import PromptKeys, prefix_of
 from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.store.file.mount import Mount
-from pdstore.store.optional import ListsValues, tiers_of
-from tests.support.command import run, run_json, save
+from pdstore.store.optional import EvictsByUse, ListsValues, Promotes, tiers_of
+from pdstore.testing.values import empty_slots, fresh_keys, put
+from tests.support.command import PAYLOAD, run, run_json, save
+from tests.support.kv import eventually
 
 
 @pytest.fixture
@@ -30,6 +33,22 @@ def stack(tmp_path, prompts):
             save(store, keys)
         assert store.flush()
     return urls
+
+
+def places_in(ran):
+    """Returns what `explain` says about where blocks are, by runs of blocks."""
+    (line,) = (
+        line for line in ran.out.splitlines() if line.startswith("→ block") and ": in " in line
+    )
+    return line.removeprefix("→ ").rstrip().split("; ")
+
+
+def load(store, keys):
+    """Loads small values of a prompt as a worker does: it promotes what it has read below."""
+    size = block.HEADER_BYTES + PAYLOAD
+    slots = empty_slots([size] * len(keys))
+    assert store.get(keys, slots) == len(keys)
+    store.optional(Promotes).promote(keys, slots)
 
 
 def keys_in(urls):
@@ -115,7 +134,10 @@ def test_du_and_ls_show_the_tiers_that_answer_and_name_the_one_that_does_not(hal
     document = run_json("du", "--store", half_dead)
     assert [use["blocks"] for use in document["namespaces"]] == [2, 2]
     assert [tier["room"] is None for tier in document["tiers"]] == [False, True, False]
-    assert f"file://{tmp_path}/below; " in run("du", "--store", half_dead).out
+    ran = run("du", "--store", half_dead)
+    assert f"file://{tmp_path}/below: " in ran.out
+    assert not any(line.startswith("redis://") for line in ran.out.splitlines())
+    assert document["tiers"][1]["namespaces"] is None, "unknown, and not nothing"
 
 
 def test_ls_finds_what_is_only_below_the_tier_that_does_not_answer(half_dead, stack):
@@ -161,6 +183,30 @@ def test_du_counts_a_value_once_and_shows_the_room_of_each_tier(stack, tmp_path)
     assert sum("% of" in line for line in lines) == 2
 
 
+def test_du_shows_by_tier_what_it_shows_of_one_store(stack, prompts):
+    one, other = (keys.namespace.hex for keys in prompts)
+    above, _ = keys_in(stack)
+    first, _, below = stack.partition("&copy")[0].partition(" ")
+    with contextlib.closing(open_store(first, read_settings())) as arena:
+        arena.remove([key for key in above if other in key])
+    tiers = run_json("du", "--store", stack)["tiers"]
+    counts = [
+        {use["namespace"]: (use["blocks"], use["tails"]) for use in tier["namespaces"]}
+        for tier in tiers
+    ]
+    assert counts == [{one: (2, 1)}, {one: (2, 0), other: (2, 0)}]
+    for tier, url in zip(tiers, (first, below), strict=True):
+        alone = run_json("du", "--store", url)
+        assert [use["bytes"] for use in tier["namespaces"]] == [
+            use["bytes"] for use in alone["namespaces"]
+        ]
+    lines = [line.split() for line in run("du", "--store", stack).out.splitlines()]
+    rows = [(line[0], line[2:4]) for line in lines if line and line[0] in (one[:12], other[:12])]
+    assert sorted(rows[2:]) == sorted(
+        [(one[:12], ["2", "1"]), (one[:12], ["2", "0"]), (other[:12], ["2", "0"])]
+    )
+
+
 def test_ls_and_inspect_see_what_is_only_below(stack, prompts):
     above, below = keys_in(stack)
     first = stack.partition(" ")[0]
@@ -179,11 +225,77 @@ def test_explain_says_in_which_tier_each_block_is(stack, prompts):
     first = stack.partition(" ")[0]
     with contextlib.closing(open_store(first, read_settings())) as arena:
         arena.remove([keys[1]])
-    said = "→ block 0: in shm:// and file://; block 1: in file://; block 2: in shm://"
-    assert said in run(*ids).out.splitlines()
+    assert places_in(run(*ids)) == [
+        "block 0: in shm:// and file://",
+        "block 1: in file://, promoted at the next load",
+        "block 2: in shm://",
+    ]
     document = run_json(*ids)
     assert document["tiers"] == ["shm://", "file://"]
     assert [block["tiers"] for block in document["blocks"]] == [[0, 1], [1], [0]]
+    promotions = [block["promotion"] for block in document["blocks"]]
+    assert promotions == [None, "promoted at the next load", None]
+    with contextlib.closing(open_store(stack, read_settings())) as store:
+        load(store, keys[:2])
+    assert places_in(run(*ids))[0] == "blocks 0-1: in shm:// and file://", "as it has said"
+
+
+def test_explain_names_the_oldest_block_of_a_first_tier_that_is_full(tmp_path, prompts):
+    first = f"shm://full?size=8MiB&lease=0.1&dir={tmp_path}"
+    urls = f"{first} file://{tmp_path}/below"
+    (tmp_path / "below").mkdir()
+    with contextlib.closing(open_store(f"file://{tmp_path}/below", read_settings())) as below:
+        save(below, prompts[0], stop=2)
+    with contextlib.closing(open_store(first, read_settings())) as arena:
+        with contextlib.suppress(StoreFull):
+            while True:
+                put(arena, fresh_keys(64), [bytes(PAYLOAD)] * 64)
+        by_use = arena.optional(EvictsByUse)
+        eventually(lambda: by_use.oldest_age_s([PAYLOAD] * 2) is not None)  # leases have ended
+    ids = ("explain", "--ids", ",".join(map(str, range(32))), "--store", urls)
+    ids += ("--namespace", prompts[0].namespace.hex)
+    (said,) = places_in(run(*ids))
+    oldest = "the oldest block of shm://, unused for [0-9]+ s"
+    assert re.fullmatch(
+        f"blocks 0-1: in file://, promoted at the next load if it is worth more than {oldest}", said
+    )
+
+
+def test_explain_promises_no_promotion_behind_a_block_that_is_missing(stack, prompts):
+    keys = prompts[0].store_keys(prompts[0].namespace.parts)
+    first = stack.partition(" ")[0]
+    with contextlib.closing(open_store(first, read_settings())) as arena:
+        arena.remove(keys[:2])
+    with contextlib.closing(open_store(stack, read_settings())) as store:
+        store.remove(keys[:1])
+    ids = ("explain", "--ids", ",".join(map(str, range(40))), "--store", stack)
+    ids += ("--namespace", prompts[0].namespace.hex)
+    assert places_in(run(*ids)) == ["block 1: in file://", "block 2: in shm://"]
+
+
+def test_explain_tells_of_the_purge_that_keeps_blocks_below(stack, prompts):
+    namespace = prompts[0].namespace.hex
+    other = stack.replace("shm://cli", "shm://other")
+    with contextlib.closing(open_store(other, read_settings())) as store:
+        save(store, prompts[0])
+    run_json("purge", "--store", stack, "--namespace", namespace)
+    below = stack.partition(" ")[2].partition("&")[0]
+    first = other.partition(" ")[0]
+    with (
+        contextlib.closing(open_store(below, read_settings())) as files,
+        contextlib.closing(open_store(first, read_settings())) as arena,
+    ):
+        save(files, prompts[0], stop=1)
+        arena.remove(prompts[0].store_keys(prompts[0].namespace.parts, 0, 1))
+    ids = ("explain", "--ids", ",".join(map(str, range(40))), "--store", other)
+    ran = run(*ids, "--namespace", namespace)
+    assert places_in(ran)[0] == "block 0: in file://, not promoted, because of a purge"
+    assert f"`pdstore purge --namespace {namespace}` is run here" in " ".join(ran.out.split())
+
+
+def test_explain_names_a_tier_that_does_not_answer(half_dead):
+    ran = run("explain", "--ids", ",".join(map(str, range(40))), "--store", half_dead)
+    assert SILENT in ran.out
 
 
 def test_explain_tells_runs_of_blocks_and_tiers_of_one_scheme_apart(tmp_path, prompts):
@@ -194,7 +306,8 @@ def test_explain_tells_runs_of_blocks_and_tiers_of_one_scheme_apart(tmp_path, pr
             save(store, long, stop=stop)
     ids = ",".join(map(str, range(16 * 20)))
     shown = explain(f"{above} {below}", ids=ids).shown
-    assert f"→ blocks 0-11: in {above} and {below}; blocks 12-19: in {below}" in shown
+    said = f"blocks 12-19: in {below}, promoted at the next load"
+    assert f"→ blocks 0-11: in {above} and {below}; {said}" in shown
 
 
 def test_explain_of_one_store_names_no_tier(tmp_path, prompts):

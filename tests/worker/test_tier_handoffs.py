@@ -6,7 +6,7 @@ import pytest
 
 from pdstore import HandoffId, JobResult
 from pdstore.errors import Reason
-from pdstore.format.plan import SavePlan
+from pdstore.format.plan import PromptSave, SavePlan
 from pdstore.store.memory import MemoryStore
 from pdstore.store.tiers.store import TieredStore
 from pdstore.store.wrappers import WrapperStore
@@ -39,6 +39,30 @@ def test_a_hand_off_is_whole_in_the_first_tier_before_p_is_done(
     assert d.cache.match(d.cache.keys(PROMPT)).num_tokens == 292
     assert load(d, PROMPT) == JobResult(292)
     assert_loaded(p, d, 292)
+
+
+def test_a_hand_off_over_tiers_leases_only_what_d_has_not_read(instance, closed_after):
+    first = Renewing(MemoryStore())
+    p = instance(over=closed_after(TieredStore([first, MemoryStore()])))
+    keys = p.cache.keys(PROMPT)
+    handoff, _ = p.cache.announce(keys)
+    plan = SavePlan(keys, handoff=handoff, first_save=PromptSave(64, 17.5))
+    begun = p.pool.begin_save(plan, P_BLOCKS)
+    begun.layers_done(len(p.caches))
+    assert begun.job.wait(10) == JobResult(292)
+    assert (1, 17.5) in first.renewed, "of the first block, nobody knows when it was saved"
+
+
+class Renewing(WrapperStore):
+    """Notes the renewals."""
+
+    def __init__(self, wrapped):
+        super().__init__(wrapped)
+        self.renewed = []
+
+    def renew(self, keys, first, since):
+        self.renewed.append((first, since))
+        return self.match(keys)
 
 
 def test_a_part_of_a_hand_off_goes_up_before_the_rest_is_saved(p, arena, prefix):

@@ -200,6 +200,15 @@ def test_what_is_evicted_while_it_is_copied_is_loaded_from_below(p, d, store, ar
     assert_loaded(p, d, NUM_TOKENS)
 
 
+def test_what_is_evicted_while_it_is_copied_and_wrong_below_is_not_called_lost(
+    p, d, store, arena, files
+):
+    keys = saved(p, store)
+    arena.before["confirm"] = lambda: arena.remove(keys[3:4])
+    damage(files, keys[3])
+    assert load(d, range(NUM_TOKENS)) == JobResult(192, Reason.CORRUPT)
+
+
 @pytest.fixture
 def staged_stack(files, tmp_path, closed_after):
     """Files over files: values pass through staging, and the library reads those above."""

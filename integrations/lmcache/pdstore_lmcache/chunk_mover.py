@@ -15,7 +15,7 @@ from pdstore.errors import BadValue, ConfigError, Reason, reason_of
 from pdstore.format import block
 from pdstore.format.keys import BlockKey
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import FindsKeys
+from pdstore.store.optional import FindsKeys, OpensTiers
 from pdstore.worker.transfer.staging import slot_bytes_for
 from pdstore_lmcache.chunk_names import ChunkName
 from pdstore_lmcache.chunk_task import ChunkTask
@@ -66,7 +66,8 @@ class ChunkMover:
     """Moves chunks between a store and LMCache's memory. One thread at a time may use one.
 
     A chunk that is missing or wrong is skipped, and those behind it are moved all the same; a
-    wrong one is removed from the store. Methods raise StoreError.
+    wrong one is removed from the store. If the store has tiers, it is removed from those where it
+    is wrong, and loaded from one that has it right. Methods raise StoreError.
 
     buffer: where values are sealed and verified; from `Store.allocate`.
     saves: False leaves values that another instance's seal key has encrypted in the store.
@@ -111,12 +112,11 @@ class ChunkMover:
                 if task.is_over:
                     return first
                 count, reason = self._get(batch[start:], slots.part(start, len(batch)))
-                good = self._verified(
-                    batch[start : start + count], slots.part(start, start + count)
-                )
+                end = start + count + (reason is None and start + count < len(batch))
+                good = self._verified(batch[start:end], slots.part(start, end))
                 self._copy_out(task, good)
                 first = first or reason
-                if len(good) < count:
+                if len(good) < end - start:
                     first = first or Reason.CORRUPT
                 start += count + 1
         return first
@@ -152,28 +152,58 @@ class ChunkMover:
         return True
 
     def _get(self, batch: Sequence[Chunk], slots: Slots) -> tuple[int, Reason | None]:
-        """Returns how many of the first were there, and why the next was not."""
+        """Returns how many of the first were there, and why the next was not.
+
+        The reason is None also if the next was wrong, and a tier has brought it right.
+        """
         keys = [chunk.name.key for chunk in batch]
         try:
             count = count_of(self._store.get(keys, slots), keys, self._store)
         except BadValue as error:
-            count, reason = num_done_of(error, keys), reason_of(error)
-            if self._saves or reason is not Reason.OTHER_SEAL:
-                self._store.remove(keys[count : count + 1])
-            return count, reason
+            count = num_done_of(error, keys)
+            return count, self._mend(batch[count], slots.part(count, count + 1), reason_of(error))
         return count, None if count == len(keys) else Reason.LOST
+
+    def _mend(self, chunk: Chunk, slot: Slots, reason: Reason) -> Reason | None:
+        """Removes a wrong value; returns why no tier has it right, None if the slot has it now.
+
+        reason: why it is wrong.
+        """
+        opens = self._store.optional(OpensTiers)
+        if opens is None:
+            self._remove(self._store, chunk, reason)
+            return reason
+        for tier in opens.tier_stores():
+            of_tier = self._read_in(tier, chunk, slot)
+            if of_tier is None:
+                return None
+            if of_tier is not Reason.LOST:
+                self._remove(tier, chunk, of_tier)
+        return reason
+
+    def _read_in(self, tier: Store, chunk: Chunk, slot: Slots) -> Reason | None:
+        """Reads a value in one tier; returns why it is wrong, LOST if it is missing, or None."""
+        try:
+            if tier.get([chunk.name.key], slot) != 1:
+                return Reason.LOST
+        except BadValue as error:
+            return reason_of(error)
+        return _why_wrong(chunk, slot.value(0))
+
+    def _remove(self, store: Store, chunk: Chunk, reason: Reason) -> None:
+        if self._saves or reason is not Reason.OTHER_SEAL:
+            store.remove([chunk.name.key])
 
     def _verified(self, batch: Sequence[Chunk], slots: Slots) -> list[tuple[Chunk, memoryview]]:
         """Returns the chunks whose value is right, each with its value; removes the others."""
         good = []
         for i, chunk in enumerate(batch):
             value = slots.value(i)
-            start = chunk.name.start(len(chunk.memory))
-            reason = block.verify(value, block.header_of(start))
+            reason = _why_wrong(chunk, value)
+            if reason is not None:
+                reason = self._mend(chunk, slots.part(i, i + 1), reason)
             if reason is None:
                 good.append((chunk, value))
-            else:
-                self._store.remove([chunk.name.key])
         return good
 
     def _copy_out(self, task: ChunkTask, good: Sequence[tuple[Chunk, memoryview]]) -> None:
@@ -183,6 +213,11 @@ class ChunkMover:
             for chunk, value in good:
                 _copy(chunk.memory, value[block.HEADER_BYTES :])
                 task.set_done(chunk.number)
+
+
+def _why_wrong(chunk: Chunk, value: memoryview) -> Reason | None:
+    """Returns why a value is not the chunk's; None if it is right."""
+    return block.verify(value, block.header_of(chunk.name.start(len(chunk.memory))))
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

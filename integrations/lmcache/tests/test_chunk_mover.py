@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pdstore.errors import ConfigError, Reason, StoreTimeout
 from pdstore.format import block
 from pdstore.store.memory import MemoryStore
+from pdstore.store.tiers.store import TieredStore
 from pdstore.testing.values import fresh_keys, put, start_background
 from pdstore_lmcache.chunk_mover import Chunk, ChunkFinder, ChunkMover
 from pdstore_lmcache.chunk_names import ChunkName, ChunkNames, shape_of
@@ -72,6 +74,30 @@ def test_a_wrong_value_is_removed_and_never_copied(run, length):
     assert ended.reason is Reason.CORRUPT
     assert not any(loaded[1].memory)
     assert store.match([NAMES[1].key]) == 0
+
+
+@pytest.mark.parametrize("length", [64 + 5000, 64, 7000])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_wrong_value_is_removed_from_its_tier_and_loaded_from_another(run, length, number):
+    tiers = [MemoryStore(), MemoryStore()]
+    for tier in tiers:
+        run(mover_of(tier).save, chunks())
+    with contextlib.closing(TieredStore(tiers)) as store:
+        tiers[number].remove([NAMES[1].key])
+        put(tiers[number], [NAMES[1].key], [b"x" * length])
+        if number == 1:
+            tiers[0].remove([NAMES[1].key])
+            put(tiers[0], [NAMES[1].key], [b"x" * length])
+        loaded = chunks(fill=0)
+        ended = run(mover_of(store).load, loaded)
+        in_tiers = [bool(tier.match([NAMES[1].key])) for tier in tiers]
+    is_right = number == 0
+    assert ended.done == (True, is_right, True, True, True)
+    assert ended.reason is (None if is_right else Reason.CORRUPT)
+    assert [bytes(each.memory) for each in loaded if each.number != 1 or is_right] == [
+        bytes(each.memory) for each in chunks() if each.number != 1 or is_right
+    ]
+    assert in_tiers == [False, is_right]
 
 
 def test_nothing_is_copied_once_the_task_has_ended(ends):

@@ -176,6 +176,13 @@ class ArenaStore(Store):
             return 0
         return self._arena.get(address_of(memory), keys, _addresses(slots), slots.sizes)
 
+    def peek(self, keys: Sequence[BlockKey], slots: Slots) -> int:
+        memory = self._enter(keys, slots)
+        if not keys:
+            return 0
+        values = _addresses(slots), slots.sizes
+        return self._arena.get(address_of(memory), keys, *values, keeps_leases=True)
+
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         memory = self._enter(keys, slots)
         if not keys:

@@ -197,12 +197,11 @@ class ArenaTransfer(Transfer):
             rest = values[len(there) :]
             may_be_below = self._staged is not None and not turn.is_over
             on_loaded(there, reason if rest and not may_be_below else None)
-        left = move._replace(values=rest)
-        if rest and may_be_below and not self._loads_elsewhere(turn, left, on_loaded):
-            on_loaded(rest[:0], reason)
+        if rest and may_be_below:
+            self._load_elsewhere(turn, move._replace(values=rest), on_loaded)
 
-    def _loads_elsewhere(self, turn: Turn, move: Move, on_loaded: Loaded) -> bool:
-        """Loads through staging what a copy in place did not bring; False if that falls short.
+    def _load_elsewhere(self, turn: Turn, move: Move, on_loaded: Loaded) -> None:
+        """Loads through staging what a copy in place did not bring; says why if it falls short.
 
         It ends before the next copy in place is counted, since values count in their order.
         """
@@ -216,8 +215,8 @@ class ArenaTransfer(Transfer):
                 )
                 turn.finish_copy()
                 if missing is not None:
-                    return False
-        return True
+                    on_loaded(rest[:0], missing.reason)
+                    return
 
     def _batch(self, move: Move) -> ValueBatch:
         values = move.values

@@ -13,7 +13,7 @@ from pdstore.errors import StoreClosed, StoreError, StoreTimeout, StoreUnavailab
 from pdstore.format.keys import BlockKey
 from pdstore.store.admission import Admission
 from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
-from pdstore.store.optional import EvictsByUse, FindsKeys
+from pdstore.store.optional import EvictsByUse, FindsKeys, PeeksValues
 from pdstore.store.tiers.copy_queue import CopyQueue
 from pdstore.store.tiers.purges import PurgeWatch, Sample, namespaces_of
 from pdstore.threads import Deadline, Ticker
@@ -71,6 +71,8 @@ class Copier:
         self._lower = lower
         self._finder = lower.optional(FindsKeys)
         self._finder_above = first.optional(FindsKeys)
+        peeks = first.optional(PeeksValues)
+        self._read_above = peeks.peek if peeks is not None else first.get
         self._by_use = lower.optional(EvictsByUse)
         self.admission: Admission | None = None
         self._is_decided = False  # True: the admission has admitted the present put
@@ -319,10 +321,10 @@ class Copier:
         """Returns which keys must not stay in the lower tier; None if that cannot be found out."""
         try:
             is_purged = not self._purges.are_current(samples)
+            return set(keys) if is_purged else self._gone_from_above(keys)
         except StoreError as error:
             self._note_failure(error, keys)
             return None
-        return set(keys) if is_purged else self._gone_from_above(keys)
 
     def _take_back(self) -> bool:
         """Removes below what was gone from the first tier after its copy; False if that failed."""
@@ -335,25 +337,23 @@ class Copier:
         return True
 
     def _gone_from_above(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Returns the keys that the first tier lacks; all, if it fails."""
+        """Returns the keys that the first tier lacks. Raises StoreError."""
         if self._finder_above is not None:
-            return _missing(self._first, self._finder_above, keys)
+            stored = self._finder_above.which_stored(keys)
+            return set(keys) - stored_among(stored, keys, self._first)
         gone: list[BlockKey] = []
         rest = keys
-        try:
-            while rest:  # a match tells one missing key at a time
-                num_there = count_of(self._first.match(rest), rest, self._first)
-                gone += rest[num_there : num_there + 1]
-                rest = rest[num_there + 1 :]
-        except StoreError:
-            return set(keys)
+        while rest:  # a match tells one missing key at a time
+            num_there = count_of(self._first.match(rest), rest, self._first)
+            gone += rest[num_there : num_there + 1]
+            rest = rest[num_there + 1 :]
         return set(gone)
 
     def _read(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         """Reads values from the first tier; returns how many leading ones are there and right."""
         num_read = 0
         with contextlib.suppress(StoreClosed):
-            num_read = self._num_done(self._first, self._first.get, keys, slots)
+            num_read = self._num_done(self._first, self._read_above, keys, slots)
         return self._num_right([slots.value(i) for i in range(num_read)])
 
     def _num_done(

@@ -112,9 +112,13 @@ class Stack:
         """Puts values that were found below into the first tier, as `Promotes` does."""
         self.promotion.promote(keys, slots, put)
 
+    def tier_names(self) -> Sequence[str]:
+        """Returns the name of each tier, as `ShowsTiers` does."""
+        return [tier_name(number, store) for number, store in enumerate(self.tiers)]
+
     def tier_states(self) -> Sequence[TierState]:
         """Returns the present state of each tier, as `ShowsTiers` does."""
-        first, *names = self._names
+        first, *names = self.tier_names()
         states = [TierState(first, self.first.label, copies=self._copies_in(0))]
         for number, (name, tier) in enumerate(zip(names, self.lower, strict=True), start=1):
             states.append(tier.state(name, self._copies_in(number)))
@@ -122,12 +126,14 @@ class Stack:
 
     def tier_rooms(self) -> Mapping[str, TellsRoom]:
         """Returns what tells the room of each tier that tells it, as `ShowsTiers` does."""
-        rooms = zip(self._names, (store.optional(TellsRoom) for store in self.tiers), strict=True)
+        rooms = zip(
+            self.tier_names(), (store.optional(TellsRoom) for store in self.tiers), strict=True
+        )
         return {name: room for name, room in rooms if room is not None}
 
     def count_calls(self, metrics: Metrics) -> None:
         """Counts all later calls of lower tiers in these metrics, as `ShowsTiers` does."""
-        for name, tier in zip(self._names[1:], self.lower, strict=True):
+        for name, tier in zip(self.tier_names()[1:], self.lower, strict=True):
             tier.store.count_in(CallMetrics(metrics, name))
 
     def _copies_in(self, number: int) -> Mapping[str, int]:
@@ -137,10 +143,6 @@ class Stack:
             return counts
         promoted = self.promotion.counts[number]
         return {**self.lower[number - 1].copier.counts, "promoted": promoted, **counts}
-
-    @property
-    def _names(self) -> Sequence[str]:
-        return [tier_name(number, store) for number, store in enumerate(self.tiers)]
 
     def meeting_store(self) -> Store:
         """Returns the first tier's store, as `MeetsInTier` does."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pdstore.errors import StoreError
 from pdstore.format.keys import BlockKey
@@ -16,10 +17,43 @@ from pdstore.store.base import Slots, Store, count_of, num_done_of, stored_among
 from pdstore.store.optional import EvictsByUse, FindsKeys
 from pdstore.store.tiers.found import Whereabouts, is_for_all_tiers
 from pdstore.store.tiers.lower import LowerTier
-from pdstore.store.tiers.purges import Sample, namespace_of, namespaces_of
+from pdstore.store.tiers.purges import PurgeWatch, Sample, namespace_of, namespaces_of
 
 Put = Callable[[Sequence[BlockKey], Slots], int]
 """A call of the form of `Store.put`."""
+
+
+class Prospect(NamedTuple):
+    """The chance of values in a lower tier to be promoted by the next load that reads them.
+
+    forbidden: why a purge keeps them below; None if none does.
+    oldest_s: seconds since the last use of the value that they would evict from the first tier,
+      which each process's admission compares with what it has learnt. None if they need no
+      admission: they have room, or the tier does not tell ages.
+    """
+
+    forbidden: str | None
+    oldest_s: float | None
+
+
+def prospect_of(
+    first: Store, lower: Store, keys: Sequence[BlockKey], sizes: Sequence[int]
+) -> Prospect:
+    """Returns whether a load would promote values of a lower tier now. Raises StoreError.
+
+    Changes nothing, leases nothing, and knows nothing of other processes' admission.
+    """
+    watch = PurgeWatch(first, lower)
+    forbidden = filter(None, map(watch.why_forbidden, sorted(namespaces_of(keys))))
+    return Prospect(next(forbidden, None), _age_to_evict(first.optional(EvictsByUse), sizes))
+
+
+def _age_to_evict(by_use: EvictsByUse | None, sizes: Sequence[int]) -> float | None:
+    """Returns the age of the value that would go for new ones; None if they need no admission.
+
+    A tier that tells no age evicts as it likes, and so it takes all.
+    """
+    return by_use.oldest_age_s(sizes) if by_use is not None else None
 
 
 class Promotion:
@@ -155,11 +189,8 @@ class Promotion:
         return set(keys) - stored
 
     def _is_worth_it(self, sizes: Sequence[int]) -> bool:
-        """True if the values have room, or may evict the oldest one.
-
-        A tier that tells no age evicts as it likes, and so it takes all.
-        """
-        oldest_s = self._by_use.oldest_age_s(sizes) if self._by_use is not None else None
+        """True if the values have room, or may evict the oldest one."""
+        oldest_s = _age_to_evict(self._by_use, sizes)
         if oldest_s is None:
             return True
         return self.admission is not None and self.admission.admits(oldest_s)

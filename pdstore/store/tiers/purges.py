@@ -368,6 +368,16 @@ class PurgeWatch:
                 return self.why_refused(namespace, sample)
         return None
 
+    def why_forbidden(self, namespace: str) -> str | None:
+        """Returns why nothing of a namespace is copied now; None if it is. Raises StoreError.
+
+        Changes nothing: a first tier that is new takes over the lower one's number at its next put.
+        """
+        sample = self.sample(namespace)
+        if sample.is_quiet or self.may_adopt(namespace, sample):
+            return None
+        return self.why_refused(namespace, sample)
+
     def why_refused(self, namespace: str, sample: Sample) -> str:
         """Returns why a sample that is not quiet forbids copies, and what ends that."""
         if sample.lower < sample.first and sample.first % 2 == 0:

@@ -19,7 +19,7 @@ from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.arena.store import ArenaStore
 from pdstore.testing import StoreTests, content, fresh_keys
-from pdstore.testing.values import get, put, run_together
+from pdstore.testing.values import empty_slots, get, put, run_together
 from tests.support.random_calls import PLAY, play_random_calls
 
 MIB = 1 << 20
@@ -131,6 +131,29 @@ def test_a_renewal_leases_what_nobody_has_read_since_it_was_saved(open_arena):
     for key in new:
         assert put(store, [key], [content(key, SIZE)]) == 1
     assert store.which_stored(keys) == [True] * 4 + [False] * 4 + [True] * 6 + [False] * 2
+
+
+def test_a_peek_reads_values_and_counts_as_no_read(open_arena):
+    store = open_arena(size=MIB, slab_bytes=MIB, fresh_s=0, lease_s=60)
+    keys, new = fresh_keys(16), fresh_keys(12)
+    values = [content(key, SIZE) for key in keys]
+    began = time.monotonic()
+    put(store, keys, values)
+    assert store.match(keys) == 16
+    slots = empty_slots([SIZE] * 12)
+    assert store.peek(keys[:12], slots) == 12
+    assert [bytes(slots.value(i)) for i in range(12)] == values[:12]
+    get(store, keys[8:], [SIZE] * 8)
+    for key in new[:8]:  # in place of those whose lease a read has ended
+        assert put(store, [key], [content(key, SIZE)]) == 1
+    assert store.which_stored(keys) == [True] * 8 + [False] * 8
+    store.remove(new)
+    put(store, keys[8:], values[8:])
+    get(store, keys[4:], [SIZE] * 12)
+    assert store.renew(keys, 0, began) == 16
+    for key in new:
+        assert put(store, [key], [content(key, SIZE)]) == 1
+    assert store.which_stored(keys) == [True] * 4 + [False] * 12
 
 
 def test_a_renewal_lets_the_last_blocks_of_a_chain_go_first(open_arena):

@@ -186,5 +186,5 @@ def test_the_names_of_tiers_have_no_secret(open_tiers, tmp_path):
             super().__init__(MemoryStore())
             self.label = label
 
-    store = open_tiers(Named("redis+unix://u@h"), Named(f"file://{tmp_path}/a b?x=1"))
+    store = open_tiers(Named("redis+unix://u@h"), Named(f"file://{tmp_path}/a b://c?x=1"))
     assert tier_names(store) == ["0 redis+unix", "1 file"]

@@ -11,6 +11,7 @@ import pytest
 from pdstore.errors import StoreClosed, StoreError, StoreFull, StoreTimeout
 from pdstore.format import block
 from pdstore.format.keys import HASH_BYTES, POOL_ID_KEY, BlockKey
+from pdstore.store.arena.store import ArenaStore
 from pdstore.store.memory import MemoryStore
 from pdstore.store.tiers import copies
 from pdstore.store.tiers.copies import Copier
@@ -394,3 +395,17 @@ def test_a_tier_that_is_out_keeps_its_queue_until_it_is_back(open_tiers):
         assert not store.flush(0.1)
     assert store.flush(10)
     assert inner.match(keys) == 3
+
+
+def test_a_copy_ends_no_lease_of_what_d_has_not_read(library, open_tiers, tmp_path, name):
+    small = {"size": 1 << 20, "slab_bytes": 1 << 20, "fresh_s": 0, "lease_s": 60}
+    arena, below = ArenaStore(library, name, directory=tmp_path, **small), MemoryStore()
+    store, keys = open_tiers(arena, below), fresh_keys(8)
+    put(arena, keys, [content(key, SIZE) for key in keys])
+    assert arena.match(keys) == 8
+    store.copy_down(keys, [SIZE] * 8)
+    assert store.flush()
+    assert below.match(keys) == 8
+    for [key] in map(fresh_keys, [1] * 300):
+        put(arena, [key], [content(key, SIZE)])
+    assert arena.which_stored(keys) == [True] * 8

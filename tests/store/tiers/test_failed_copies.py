@@ -8,6 +8,7 @@ import pytest
 
 from pdstore.errors import StoreTimeout, StoreUnavailable
 from pdstore.store.memory import MemoryStore
+from pdstore.store.optional import FindsKeys
 from pdstore.store.tiers import copies
 from pdstore.store.tiers.copy_queue import CopyQueue
 from pdstore.store.wrappers import WrapperStore
@@ -73,6 +74,38 @@ def test_a_first_tier_that_fails_loses_no_copies(open_tiers):
     first.error = None
     assert store.flush(20)
     assert below.match(keys) == 5
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_first_tier_that_fails_at_the_second_look_loses_no_copies(open_tiers, finds):
+    class Failing(WrapperStore):
+        """Fails in a search for blocks, once."""
+
+        has_failed = False
+
+        def match(self, keys):
+            self.fail(keys)
+            return super().match(keys)
+
+        def which_stored(self, keys):
+            self.fail(keys)
+            return self.wrapped.which_stored(keys)
+
+        def fail(self, keys):
+            if ":purge:" not in keys[0] and not self.has_failed:
+                self.has_failed = True
+                raise StoreUnavailable("down")
+
+        def optional(self, protocol):
+            return None if protocol is FindsKeys and not finds else super().optional(protocol)
+
+    first, below = Failing(MemoryStore()), MemoryStore()
+    store, keys = open_tiers(first, below), fresh_keys(5)
+    put_all(store, keys)
+    assert store.flush(20)
+    assert first.has_failed
+    assert below.match(keys) == 5
+    assert copies_of(store) == {"copied": 5}
 
 
 def test_values_at_which_a_tier_always_fails_do_not_hold_the_others_up(open_tiers, monkeypatch):

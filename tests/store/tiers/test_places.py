@@ -6,8 +6,10 @@ import contextlib
 
 import pytest
 
+from pdstore.errors import ConfigError
 from pdstore.settings import read_settings
 from pdstore.store import open_store
+from pdstore.store.connect import check_url, place_of
 from pdstore.store.file.mount import Mount
 from pdstore.store.tiers.places import place_doubts
 from pdstore.store.url import StoreURL
@@ -73,6 +75,20 @@ def test_two_tiers_on_one_file_system_are_told(doubts):
 def test_files_in_memory_below_another_tier_are_told(doubts):
     assert "in memory" in doubts("redis://127.0.0.1 file://{0}/a", "tmpfs")
     assert not doubts("memory://a shm://b?dir={0}&size=8MiB", "tmpfs"), "an arena is meant to be"
+    assert not doubts("memory://a faulty+shm://b?dir={0}&size=8MiB&seed=7", "tmpfs")
+    assert "in memory" in doubts("memory://a faulty+file://{0}/a?seed=7", "tmpfs")
+
+
+def test_a_tier_that_fails_on_purpose_is_where_the_store_in_it_is(tmp_path):
+    arena = f"faulty+shm://b?dir={tmp_path}&size=8MiB&seed=7"
+    with pytest.raises(ConfigError, match="is for the processes of one host"):
+        check_url(f"redis://there {arena}", read_settings())
+    check_url(f"{arena} redis://there", read_settings())
+    of_arena = place_of(arena, read_settings())
+    assert of_arena.missing_path is not None, "to open it would make it"
+    trial = of_arena.trial_url
+    assert trial.startswith("faulty+shm://trial-")
+    assert trial.endswith(f"?dir={tmp_path}&size=8MiB&seed=7")
 
 
 def test_the_start_tells_it(tmp_path, caplog):

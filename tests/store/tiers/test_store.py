@@ -313,7 +313,7 @@ def test_what_all_tiers_offer_together(open_tiers, arena_of):
     assert store.optional(EvictsByUse).oldest_age_s([1 << 40]) is None, "each save is admitted"
     assert store.optional(TellsChanges) is arena
     assert [each.label for each in store.optional(HasTiers).tiers] == [arena.label, below.label]
-    assert store.optional(RenewsUnread) is None, "the copier reads what D has not"
+    assert store.optional(RenewsUnread) is None, "hand-offs are renewed in the first tier"
     assert store.lease_s == min(arena.lease_s, below.lease_s)
 
 
