@@ -166,9 +166,9 @@ def explain(
         stored = {value.key: value for value in pool.listed_values()}
         gone = how_gone(pool.store)
         covers = []
-        for use in survey(stored.values()):
-            keys = _keys_of(pool, use, cache_salt).extend(token_ids)
-            cover = cover_of(keys, stored, use, gone)
+        for namespace_use in survey(stored.values()):
+            keys = _keys_of(pool, namespace_use, cache_salt).extend(token_ids)
+            cover = cover_of(keys, stored, namespace_use, gone)
             covers.append(cover._replace(tiers=_tiers_of_blocks(pool.tiers, cover.blocks)))
         names = _tier_names(pool.tiers)
     named = [cover for cover in covers if cover.namespace.startswith(namespace)]

@@ -174,7 +174,7 @@ class Layout:
 
     @cached_property
     def parts_of(self) -> Mapping[int | None, Sequence[Part]]:
-        """The owned parts of each layer range; None: of all layers that are not optional."""
+        """The owned parts of each layer range. The key None has all parts but those of drafts."""
         drafts = self.identity.drafts
         needed = [part for part in self.owned_parts if part.group not in drafts]
         made: dict[int | None, list[Part]] = {None: needed}

@@ -165,7 +165,7 @@ class EvictsByUse(Protocol):
         """
 
     def use(self, keys: Sequence[BlockKey]) -> None:
-        """Counts a use of those keys that are stored, of the last key first: it goes before others.
+        """Counts a use of those keys that are stored, of the last key first: it is evicted first.
 
         Ends no lease, and should begin none. May end at the first missing key. Raises StoreError.
         """
@@ -176,7 +176,7 @@ class RenewsUnread(Protocol):
     """A store that knows which values have been read since they were stored."""
 
     def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
-        """Matches keys, but leases no value again that was read after the prompt's saves stored it.
+        """Matches keys, and leases them again, except values of a prompt's saves that were read.
 
         first, since: the index of the first key that they stored, and when they began (monotonic).
         """
@@ -222,7 +222,7 @@ class TakesAdmission(Protocol):
 
 @runtime_checkable
 class Promotes(Protocol):
-    """A store that can take values into its fastest tier that a load has found in a slower one."""
+    """A store whose fastest tier can take the values that a load has found in a slower one."""
 
     def promote(
         self,

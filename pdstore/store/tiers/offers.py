@@ -59,7 +59,7 @@ class Stack:
     first, lower: the first tier's store, and the lower tiers.
     found, was_read: where values were found, and from where they were read.
     search: finds and leases keys in one tier.
-    join: is called before values are put into the first tier.
+    before_put: is called with the keys before values are put into the first tier.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     """
 
@@ -70,7 +70,7 @@ class Stack:
     search: TierSearch
     reader: TierReader
     promotion: Promotion
-    join: Callable[[Sequence[BlockKey]], None]
+    before_put: Callable[[Sequence[BlockKey]], None]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
 
     @classmethod
@@ -78,7 +78,7 @@ class Stack:
         cls,
         first: Store,
         lower: Sequence[LowerTier],
-        join: Callable[[Sequence[BlockKey]], None],
+        before_put: Callable[[Sequence[BlockKey]], None],
         copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None],
     ) -> Stack:
         """Returns the parts for some tiers."""
@@ -93,7 +93,7 @@ class Stack:
             have=search.have,
             begin_read=promotion.begin_read,
         )
-        return cls(first, lower, found, was_read, search, reader, promotion, join, copy_down)
+        return cls(first, lower, found, was_read, search, reader, promotion, before_put, copy_down)
 
     @property
     def tiers(self) -> Sequence[Store]:
@@ -355,7 +355,7 @@ class _CallsSeen:
         self, verb: str, keys: Sequence[BlockKey], call: Callable[[], Moved[A]]
     ) -> Moved[A]:
         if verb == "put":
-            self._stack.join(keys)
+            self._stack.before_put(keys)
         try:
             moved = call()
         except StoreError as error:

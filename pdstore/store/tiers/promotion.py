@@ -55,8 +55,8 @@ class Promotion:
     def begin_read(self, number: int, keys: Sequence[BlockKey]) -> None:
         """Notes when this thread begins to read values in a lower tier that it may promote.
 
-        Reads the purge numbers the first time that a namespace is read. Later reads do no I/O here:
-        `promote` reads the numbers again, and a slow answer must not leave the tier out for a load.
+        Reads the purge numbers the first time that a namespace is read. Later reads do no I/O here,
+        as a load passes over a tier that answers late; `promote` reads the numbers again.
         """
         for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
             self._lower[number - 1].purges.learn(namespace)

@@ -261,7 +261,7 @@ class PurgeWatch:
         self.lower = PurgeNumbers(lower)
         self._look = look
         self._lock = threading.Lock()
-        self._joined: set[str] = set()
+        self._adopted: set[str] = set()
         self._refused: dict[str, Sample] = {}
         self._known: dict[str, _Known] = {}
 
@@ -286,7 +286,7 @@ class PurgeWatch:
                 self._refused[namespace] = sample
         return sample
 
-    def join(self, namespaces: Iterable[str], *, waits: bool = False) -> None:
+    def adopt(self, namespaces: Iterable[str], *, waits: bool = False) -> None:
         """Gives the first tier the lower one's number if it has nothing of a namespace yet.
 
         So a first tier that is new, as after a restart of its host, need not be purged. It is
@@ -294,7 +294,7 @@ class PurgeWatch:
         first tier that cannot list its values is not believed to be new.
         waits: True if the caller waits for the lower tier as long as that takes.
         """
-        for namespace in set(namespaces) - self._joined:
+        for namespace in set(namespaces) - self._adopted:
             search = partial(self.lower.last, namespace)
             with suppress(StoreError):
                 last = search() if waits else self._within_limit(search)
@@ -302,7 +302,7 @@ class PurgeWatch:
                     continue
                 if self.may_adopt(namespace, Sample(self.first.last(namespace), last)):
                     self.first.put(namespace, last, secrets.token_bytes(HASH_BYTES))
-                self._joined.add(namespace)
+                self._adopted.add(namespace)
 
     def before_copies(self, namespaces: Iterable[str]) -> Mapping[str, Sample] | None:
         """Returns samples for values that are to be copied down; None if a purge forbids it.
@@ -340,7 +340,7 @@ class PurgeWatch:
         now = time.monotonic()
         known = self._known.get(namespace)
         if known is None or now - known.read_at > FRESH_S:
-            self.join([namespace])
+            self.adopt([namespace])
             sample = self._sample_in_time(namespace)
             if sample is None:
                 return None

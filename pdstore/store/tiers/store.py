@@ -105,7 +105,7 @@ class TieredStore(Store):
             for store, each in zip(others, of_lower, strict=True)
         ]
         self.tiers = [first, *(tier.store for tier in self.lower)]
-        self._stack = stack = Stack.over(first, self.lower, self._join, self.copy_down)
+        self._stack = stack = Stack.over(first, self.lower, self._before_put, self.copy_down)
         self._found, self._search = stack.found, stack.search
         self._reader, self._promotion = stack.reader, stack.promotion
         self._numbers = PurgeNumbers(first)
@@ -178,7 +178,7 @@ class TieredStore(Store):
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
-        self._join(keys)
+        self._before_put(keys)
         num_taken = 0
         try:
             num_taken = count_of(self.first.put(keys, slots), keys, self.first)
@@ -216,7 +216,7 @@ class TieredStore(Store):
         prefix = prefix_of(namespace)
         for tier in self.lower:
             tier.find_out(_PATIENCE_S)
-            tier.purges.join(
+            tier.purges.adopt(
                 [namespace]
             )  # else the purge of a new tier would go unnoticed elsewhere
         numbers = [tier.purges.lower for tier in self.lower if not tier.is_out]
@@ -243,10 +243,10 @@ class TieredStore(Store):
                 remedy="purge again when it answers",
             )
 
-    def _join(self, keys: Sequence[BlockKey]) -> None:
+    def _before_put(self, keys: Sequence[BlockKey]) -> None:
         namespaces = namespaces_of(filter(is_for_all_tiers, keys))
         for tier in self.lower:
-            tier.purges.join(namespaces)
+            tier.purges.adopt(namespaces)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
