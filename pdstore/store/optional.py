@@ -147,7 +147,7 @@ class EvictsByUse(Protocol):
 
     `pdstore.worker.save` decides by that age whether a save may evict values. After a save it
     counts a use of its blocks, and after a prompt's last save of the whole prompt, so that no block
-    goes before those behind it. A store that lacks one of the calls is asked for none of them.
+    is evicted before those behind it. A store that lacks one of the calls is asked for none.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -230,7 +230,7 @@ class Promotes(Protocol):
         slots: Slots,
         put: Callable[[Sequence[BlockKey], Slots], int] | None = None,
     ) -> None:
-        """Puts those of the values into the first tier that were found below, if it is worth it.
+        """Puts values that were found below into the first tier, if it is worth it.
 
         Changes nothing for other values, and evicts nothing by force. Raises StoreError.
         slots: verified values.

@@ -90,7 +90,7 @@ class Stack:
             lower,
             found,
             was_read,
-            have=search.have,
+            which_leading=search.which_leading,
             begin_read=promotion.begin_read,
         )
         return cls(first, lower, found, was_read, search, reader, promotion, before_put, copy_down)
@@ -131,7 +131,7 @@ class Stack:
             tier.store.count_in(CallMetrics(metrics, name))
 
     def _copies_in(self, number: int) -> Mapping[str, int]:
-        """Returns what became of copies to and from the tier of a number, by their outcome."""
+        """Returns what became of copies to and from the tier with this number, by their outcome."""
         counts = {"wrong": self.reader.num_wrong.get(number, 0)}
         if number == 0:
             return counts

@@ -64,7 +64,7 @@ class Promotion:
         vars(self._reads).setdefault("began_at", {}).setdefault(number, time.monotonic())
 
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
-        """Puts those of the values that were found below into the first tier, if it is worth it.
+        """Puts values that were found below into the first tier, if it is worth it.
 
         Values that a purge forbids are left below, or taken out again. The thread that has read the
         values must make the call.

@@ -57,12 +57,12 @@ def purged_namespaces(store: Store) -> set[str]:
 
 
 def namespaces_of(keys: Iterable[BlockKey]) -> set[str]:
-    """Returns the namespaces of blocks, by their keys."""
+    """Returns the namespaces that the keys of blocks name."""
     return set(map(namespace_of, keys))
 
 
 def namespace_of(key: BlockKey) -> str:
-    """Returns the namespace of a block, by its key."""
+    """Returns the namespace that a block's key names."""
     return key[_NAMESPACE]
 
 
@@ -151,9 +151,9 @@ class Purge:
     def begin(self) -> list[StoreError]:
         """Takes an odd number in every tier that answers; returns the errors of lower tiers.
 
-        If a lower tier has a later number than the first one, another host has purged it: this is
-        then that purge's part here, and ends with the same number, else each host's purge would
-        call for another one of the other hosts. Raises the first tier's StoreError.
+        If a lower tier has a later number than the first one, another host has purged it. Then this
+        purge ends that one for the first tier, with the same number: a new number would make every
+        other host purge again. Raises the first tier's StoreError.
         """
         failed: list[StoreError] = []
         for i in range(_MOST_TRIES):
@@ -225,6 +225,16 @@ class Sample(NamedTuple):
     def is_quiet(self) -> bool:
         """True if no purge is under way, or was broken off, and both tiers have had each one."""
         return self.first == self.lower and self.first % 2 == 0
+
+    @property
+    def is_missed_below(self) -> bool:
+        """True if the lower tier lacks a purge that has ended in the first tier."""
+        return self.lower < self.first and self.first % 2 == 0
+
+    @property
+    def is_missed_above(self) -> bool:
+        """True if the first tier lacks a purge of the lower one, and none is under way in it."""
+        return self.first < self.lower and self.first % 2 == 0
 
 
 class _Known(NamedTuple):
@@ -312,7 +322,7 @@ class PurgeWatch:
         samples = {}
         for namespace in namespaces:
             sample = self.sample(namespace)
-            if sample.lower < sample.first and sample.first % 2 == 0:
+            if sample.is_missed_below:
                 self._complete(namespace, sample.first)
                 sample = self.sample(namespace)
             if not sample.is_quiet:
@@ -332,8 +342,8 @@ class PurgeWatch:
     def before_promotion(self, namespace: str, read_at: float | None = None) -> Sample | None:
         """Returns a sample for values that are to be copied up; None if a purge forbids it.
 
-        Reads the numbers at most once in a second: an older sample is only the stricter one. So it
-        may be called at every load. If the lower tier does not answer in time, returns None.
+        Reads the numbers at most once in a second, so it may be called at every load; with an older
+        sample, more purges are noticed. If the lower tier does not answer in time, returns None.
         read_at: when the first of the values was read (monotonic), if that was before this call.
           Then the result is None also if these numbers were not seen before.
         """
@@ -370,15 +380,14 @@ class PurgeWatch:
 
     def why_refused(self, namespace: str, sample: Sample) -> str:
         """Returns why a sample that is not quiet forbids copies, and what ends that."""
-        if sample.lower < sample.first and sample.first % 2 == 0:
+        if sample.is_missed_below:
             return (
                 f"{self.lower.store.label} has missed a purge of the namespace {namespace}: it is"
                 " cleared before the next copy"
             )
-        is_behind = sample.first < sample.lower and sample.first % 2 == 0
         why = (
             "was purged on another host, not here"
-            if is_behind
+            if sample.is_missed_above
             else "is being purged, or its purge was broken off"
         )
         return (

@@ -38,7 +38,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
-_PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
+_SLOW_TIMEOUT_S = 2.0  # for which `clear` waits for a tier that is only slow
 _CLOSE_S = 0.5  # for the copies that are under way
 _CLOSE_LOWER_S = 0.3
 
@@ -190,7 +190,7 @@ class TieredStore(Store):
         return num_taken
 
     def copy_down(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
-        """Queues the copies of one put to the first tier, of those of its values that are blocks.
+        """Queues copies of what the first tier has taken in one put, but only of blocks.
 
         sizes: the length of each value.
         """
@@ -215,7 +215,7 @@ class TieredStore(Store):
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         for tier in self.lower:
-            tier.find_out(_PATIENCE_S)
+            tier.find_out(_SLOW_TIMEOUT_S)
             tier.purges.adopt(
                 [namespace]
             )  # else the purge of a new tier would go unnoticed elsewhere
@@ -233,7 +233,7 @@ class TieredStore(Store):
             clear,
             lambda key: key.startswith(prefix),
             Deadline(_COPY_TIMEOUT_S),
-            patience_s=_PATIENCE_S,
+            slow_timeout_s=_SLOW_TIMEOUT_S,
         )
         failed += purge.end([tier.purges.lower for tier in self.lower if tier in cleared])
         if failed:
@@ -286,18 +286,18 @@ class TieredStore(Store):
         is_dropped: Callable[[BlockKey], bool],
         deadline: Deadline,
         *,
-        patience_s: float = 0.0,
+        slow_timeout_s: float = 0.0,
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made, and that the call
           forgets.
         deadline: until which it waits for copies and promotions under way.
-        patience_s: how long it waits for a lower tier that is out because a call takes too long.
+        slow_timeout_s: how long it waits for a lower tier that is out because a call is slow.
         Raises the first tier's error, after the other calls.
         """
         for tier in self.lower:  # else a tier that hangs would be waited for below
-            tier.find_out(patience_s)
+            tier.find_out(slow_timeout_s)
         with contextlib.ExitStack() as stopped:
             stopped.enter_context(self._promotion.stopped(deadline.remaining_s()))
             for tier in self.lower:
