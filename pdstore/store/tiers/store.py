@@ -216,9 +216,8 @@ class TieredStore(Store):
         prefix = prefix_of(namespace)
         for tier in self.lower:
             tier.find_out(_SLOW_TIMEOUT_S)
-            tier.purges.adopt(
-                [namespace]
-            )  # else the purge of a new tier would go unnoticed elsewhere
+            # else the purge of a new tier would go unnoticed elsewhere
+            tier.purges.adopt([namespace])
         numbers = [tier.purges.lower for tier in self.lower if not tier.is_out]
         purge = Purge(namespace, self._numbers, numbers)
         failed = purge.begin()
