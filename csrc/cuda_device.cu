@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kEarlyNs = 15'000;
 constexpr int64_t kShortestNs = 12'000, kLongestNs = 100'000;
-constexpr int64_t kPatienceNs = 5'000'000;
+constexpr int64_t kLatestNs = 5'000'000;
 
 int checked(cudaError_t code) {
   if (code != cudaSuccess) cudaGetLastError();
@@ -177,7 +177,7 @@ int CudaDevice::synchronize(Event event, int64_t expected_ns) {
     const cudaError_t code = cudaEventQuery(event_of(event));
     if (code != cudaErrorNotReady) return checked(code);
     const int64_t late = nanoseconds(std::chrono::steady_clock::now() - due).count();
-    if (late > kPatienceNs) return checked(cudaEventSynchronize(event_of(event)));
+    if (late > kLatestNs) return checked(cudaEventSynchronize(event_of(event)));
     std::this_thread::sleep_for(nanoseconds(std::clamp(late / 8, kShortestNs, kLongestNs)));
   }
 }

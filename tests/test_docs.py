@@ -122,7 +122,7 @@ ALLOWED = {
 def banned_words() -> set[str]:
     """The words in backticks behind each "not" to the end of its entry."""
     entries = re.split(r"\n(?=- |\n)", GLOSSARY.partition("\n## ")[2])
-    behind = [text for entry in entries for text in re.split("[;:] not ", entry)[1:]]
+    behind = [text for entry in entries for text in re.split(r"[;:] not\s", entry)[1:]]
     return {word for text in behind for word in re.findall(r"`(\w+)`", text)}
 
 

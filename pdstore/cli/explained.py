@@ -172,10 +172,9 @@ def explain(
         stored = {value.key: value for value in pool.listed_values()}
         gone = how_gone(pool.store)
         covers = []
-        for use in survey(stored.values()):
-            keys = _keys_of(pool, use, cache_salt).extend(token_ids)
-            cover = cover_of(keys, stored, use, gone)
-            covers.append(cover)
+        for namespace_use in survey(stored.values()):
+            keys = _keys_of(pool, namespace_use, cache_salt).extend(token_ids)
+            covers.append(cover_of(keys, stored, namespace_use, gone))
         named = [cover for cover in covers if cover.namespace.startswith(namespace)]
         best = max(named, key=lambda c: (c.num_tokens, sum(map(len, c.blocks))), default=None)
         names = _tier_names(pool.tiers)

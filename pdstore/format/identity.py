@@ -88,8 +88,9 @@ class LayerSpec:
     def state(
         cls, num_bytes: int, form: str, *, ranks: int = 1, table: int = 0, is_whole: bool = False
     ) -> LayerSpec:
-        """Returns a layer that keeps a state (of Mamba2, a short convolution): bytes on each rank.
+        """Returns a layer that keeps a state, as Mamba2 or a short convolution does.
 
+        num_bytes: of the state on each rank.
         ranks: how many ranks have a part of the state: the TP size.
         is_whole: True if each rank has the same state; `ranks` has no meaning then.
         """

@@ -90,8 +90,8 @@ class Layout:
         boundary_tokens: the length of a stored block if the engine decides it: how many tokens lie
           between two ends at which it gives back (frees) blocks behind windows, or keeps states. A
           larger block could lie partly behind a window. None: the engine does neither.
-        freed_tokens: the length of the blocks that windows give back, if such a block is several of
-          the cache's; None: each is one.
+        freed_tokens: the length of the blocks that windows give back, if each of them is several
+          engine blocks; None: each is one engine block.
         The other arguments are those of `Identity` and `Layout`.
         """
         entries = entries_of(engine_block_tokens, layers)
@@ -174,7 +174,7 @@ class Layout:
 
     @cached_property
     def parts_of(self) -> Mapping[int | None, Sequence[Part]]:
-        """The owned parts of each layer range; None: of all layers that are not optional."""
+        """The owned parts of each layer range. The key None has all parts but those of drafts."""
         drafts = self.identity.drafts
         needed = [part for part in self.owned_parts if part.group not in drafts]
         made: dict[int | None, list[Part]] = {None: needed}

@@ -1,4 +1,4 @@
-"""Engine: makes the block copies of one device and one layout. Ticket: a copy under way."""
+"""Engine: block copies of one device and layout, and files of values. Ticket: a copy under way."""
 
 from __future__ import annotations
 

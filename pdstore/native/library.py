@@ -273,8 +273,8 @@ class Library:
     def stat_files(self, paths: Sequence[str]) -> Iterator[tuple[int, int, int]]:
         """Returns the bytes, and the modification and access times in ns, of each file.
 
-        The bytes are -1 for a directory, a missing file, and one that fails: then the second number
-        is the errno, else 0. Follows no link.
+        For a missing file and a directory these are -1, 0, 0; for a file that fails, -1, the errno
+        and 0. Follows no link.
         """
         facts = (c_int64 * (3 * len(paths)))()
         self.calls.pds_stat_files(joined(paths), len(paths), facts)

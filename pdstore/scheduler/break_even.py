@@ -370,7 +370,10 @@ class PromptTimes:
         return bool(unknown) or self._compute_cost.per_token_s is None
 
     def _is_worth_it(self, part: _Part, backlog: int) -> bool:
-        """Returns whether to load a part rather than to compute it, both behind what waits."""
+        """Returns whether to load a part, after loads that wait, rather than to compute it.
+
+        backlog: tokens that would be computed before it.
+        """
         compute_s = self._compute_cost.per_token_s
         num_queued, num_own = sum(part.queued.values()), sum(part.own.values())
         if self._load_costs.unknown(part.own):

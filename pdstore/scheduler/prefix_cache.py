@@ -213,7 +213,7 @@ class PrefixCacheManager:
     def look_again(self, lookup: Lookup) -> Lookup:
         """Starts a lookup for a request that was served and waits anew; it is held.
 
-        It waits for no marker, and counts as the same lookup, so it is not counted.
+        It waits for no marker. Metrics count it and the first lookup as one.
         """
         again = Lookup(
             lookup.keys,

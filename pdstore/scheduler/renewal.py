@@ -123,14 +123,14 @@ class Renewals:
     def _turn(self) -> float | None:
         """Renews one lookup that is due; returns the seconds to the next turn."""
         began = time.monotonic()
-        patience_s = self.interval_s * (1 / _PART_OF_AGE - 1) if self._must_yield() else 0.0
+        overdue_s = self.interval_s * (1 / _PART_OF_AGE - 1) if self._must_yield() else 0.0
         with self._lock:
             for lookup in [each for each in self._due if each.is_over]:
                 del self._due[lookup]
             if not self._due:
                 return None
             next_at = max(min(self._due.values()), self._idle_until)
-            due = [lookup for lookup, at in self._due.items() if at <= began - patience_s]
+            due = [lookup for lookup, at in self._due.items() if at <= began - overdue_s]
         if next_at > began:
             return next_at - began
         if not due:

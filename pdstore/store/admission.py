@@ -52,7 +52,7 @@ class Admission:
         self._lock = threading.Lock()
         self._pending: deque[tuple[float, Iterable[bytes], float]] = deque(maxlen=_MAX_PENDING)
         self._samples: dict[bytes, tuple[float, bool]] = {}  # the last use: time, is a save
-        self._names_below = _ALL_NAMES
+        self._names_below = _ALL_NAMES  # only names whose first four bytes are less are remembered
         # numbers of intervals by age: [0] of all, [1] of those that began with a save;
         # `_hits` counts the intervals that a use has ended, `_ends` all that have ended
         self._hits, self._ends = ([[0.0] * _NUM_AGES for _ in range(2)] for _ in range(2))

@@ -146,7 +146,7 @@ class EvictsByUse(Protocol):
 
     `pdstore.worker.save` decides by that age whether a save may evict values. After a save it
     counts a use of its blocks, and after a prompt's last save of the whole prompt, so that no block
-    goes before those behind it. A store that lacks one of the calls is asked for none of them.
+    is evicted before those behind it. A store that lacks one of the calls is asked for none.
     """
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
@@ -164,7 +164,7 @@ class EvictsByUse(Protocol):
         """
 
     def use(self, keys: Sequence[BlockKey]) -> None:
-        """Counts a use of those keys that are stored, of the last key first: it goes before others.
+        """Counts a use of those keys that are stored, of the last key first: it is evicted first.
 
         Ends no lease, and should begin none. May end at the first missing key. Raises StoreError.
         """
@@ -175,7 +175,7 @@ class RenewsUnread(Protocol):
     """A store that knows which values have been read since they were stored."""
 
     def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
-        """Matches keys, but leases no value again that was read after the prompt's saves stored it.
+        """Matches keys, and leases them again, except values of a prompt's saves that were read.
 
         first, since: the index of the first key that they stored, and when they began (monotonic).
         """
@@ -229,7 +229,7 @@ class TakesAdmission(Protocol):
 
 @runtime_checkable
 class Promotes(Protocol):
-    """A store that can take values into its fastest tier that a load has found in a slower one."""
+    """A store whose fastest tier can take the values that a load has found in a slower one."""
 
     def promote(
         self,
@@ -237,7 +237,7 @@ class Promotes(Protocol):
         slots: Slots,
         put: Callable[[Sequence[BlockKey], Slots], int] | None = None,
     ) -> None:
-        """Puts those of the values into the first tier that were found below, if it is worth it.
+        """Puts values that were found below into the first tier, if it is worth it.
 
         Changes nothing for other values, and evicts nothing by force. Raises StoreError.
         slots: verified values.

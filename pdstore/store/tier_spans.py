@@ -46,7 +46,7 @@ def spans_of(store: Store, keys: PromptKeys) -> tuple[TierSpan, ...]:
 
 
 def spans_by_block(keys: PromptKeys, tiers: Iterable[int]) -> tuple[TierSpan, ...]:
-    """Returns the spans of a prompt's leading blocks, of which each has the tier of a number."""
+    """Returns the spans of a prompt's leading blocks. tiers: the number of each block's tier."""
     spans = []
     first = 0
     for tier, blocks in groupby(tiers):

@@ -215,16 +215,16 @@ class KeyWatch:
         waiters = dict(self._waiters)
         all_keys = list(dict.fromkeys(key for keys, _ in waiters.values() for key in keys))
         asked_at = time.monotonic()
-        found = self._search(all_keys)
+        answer = self._search(all_keys)
         took_s = time.monotonic() - asked_at
-        if isinstance(found, set):
-            changed = found ^ self._found
-            self._found = found
+        if isinstance(answer, set):
+            changed = answer ^ self._found
+            self._found = answer
             for waiter, (keys, due_at) in waiters.items():
                 if due_at <= asked_at or not changed.isdisjoint(keys):
-                    self._call(waiter, partial(waiter.on_search, found, asked_at))
+                    self._call(waiter, partial(waiter.on_search, answer, asked_at))
         else:
-            self._report_error(waiters, found, asked_at)
+            self._report_error(waiters, answer, asked_at)
         interval_s = self._backoff.next_interval_s(took_s)
         due_at = min((due_at for _, due_at in self._waiters.values()), default=math.inf)
         return max(min(interval_s, due_at - time.monotonic()), self._backoff.remaining_idle_s())

@@ -155,7 +155,7 @@ class ArenaStore(Store):
         return sum(self._arena.find(keys, leases=True))
 
     def renew(self, keys: Sequence[BlockKey], first: int, since: float) -> int:
-        """Matches keys, but leases no value again that was read after the prompt's saves stored it.
+        """Matches keys, and leases them again, except values of a prompt's saves that were read.
 
         first, since: the index of the first key that they stored, and when they began (monotonic).
         """

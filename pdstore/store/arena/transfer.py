@@ -141,7 +141,7 @@ class ArenaTransfer(Transfer):
                 self._context.store.match(moves[0].values.keys)
 
     def _fill_again(self, turn: Turn, moves: Sequence[Move], error: StoreError) -> None:
-        """Stores all values in one call if the error's cause is removed, else block by block."""
+        """Stores all values in one call if room could be made, else block by block."""
         if moves[0].on_store_error(error):
             with contextlib.suppress(StoreError):
                 self._fill(turn, moves)

@@ -227,7 +227,7 @@ class Evictor:
         return True
 
     def _compare(self, theirs: str) -> None:
-        """Warns once if another process that uses the pool has other terms."""
+        """Warns once if another process uses the pool with another budget or lease."""
         if theirs not in ("", self._terms) and not self._has_told:
             self._has_told = True
             label = f"file://{self._directory.root}"

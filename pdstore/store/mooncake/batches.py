@@ -195,7 +195,7 @@ class Batches:
             codes[i] = answer
 
     def _move(self, keys: Sequence[BlockKey], slots: Slots, config: object | None) -> list[int]:
-        """Moves a batch as `Client.move` does, from or to its slots or through the bounce."""
+        """Moves a batch as `Client.move` does, through the bounce if its slots need it."""
         client = min(self._clients, key=lambda client: client.rank)
         base = address_of(slots.view)
         if self._memory is None or self._memory.holds(slots, base):

@@ -58,8 +58,8 @@ class Server:
     def require(self) -> None:
         """Raises StoreTimeout if the server hangs, StoreUnavailable if it cannot be reached.
 
-        Sends 20 zero bytes, as many as the shortest request has, but no valid request. A server
-        that works then closes the connection. If the server is suspended, its kernel accepts the
+        Sends 20 zero bytes: as long as the shortest request, but not a valid one. A server that
+        works then closes the connection. If the server is suspended, its kernel accepts the
         connection, but nobody closes it.
         """
         try:

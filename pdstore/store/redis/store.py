@@ -30,8 +30,8 @@ from pdstore.store.url import Place, StoreURL
 
 _READ_BATCH = 2 << 20  # bytes; a read's stay in the CPU's cache
 _WRITE_BATCH = 8 << 20  # bytes
-_FIRST_WINDOW = 32
-_LAST_WINDOW = 512
+_FIRST_WINDOW = 32  # keys that a match asks for first; each time after that, four times as many
+_LAST_WINDOW = 512  # keys; the most at a time
 _LEASE_MARGIN_S = 5.0
 _SMALL = 64 << 10  # bytes; no server has a limit for values that is below it
 _POLICY = "maxmemory-policy"

@@ -88,7 +88,7 @@ class CopyQueue:
     def end(self, num_given_up: int, *, is_short: bool = False, is_admitted: bool = True) -> None:
         """Ends what `take` began. If values were given up, so is what waits behind them.
 
-        is_short: True if what waits behind is given up also without that, as behind a lost value.
+        is_short: True if what waits behind is given up in any case, as behind a lost value.
         is_admitted: False if the values were not given up, but the admission refused the put.
         """
         with self._changed:

@@ -28,11 +28,11 @@ class Whereabouts:
 
     @property
     def num_forgotten(self) -> int:
-        """The number of calls of `forget` so far: a search takes it before it begins."""
+        """The number of calls of `forget` so far; a search reads it before it begins."""
         return self._num_forgotten
 
     def note(self, number: int, keys: Sequence[BlockKey], since: int | None = None) -> None:
-        """Notes that keys were found in the tier of a number, or are stored in it since now.
+        """Notes that keys were found in the tier with this number, or are stored in it since now.
 
         since: `num_forgotten` before the search. If keys were forgotten since then, it notes
           nothing, since what the search has found may be removed by now.

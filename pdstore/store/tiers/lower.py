@@ -118,13 +118,13 @@ class LowerTier:
         by_use = self._by_use
         return self.look(partial(by_use.oldest_age_s, sizes), None) if by_use is not None else None
 
-    def find_out(self, patience_s: float = 0.0) -> None:
+    def find_out(self, slow_timeout_s: float = 0.0) -> None:
         """Makes a search, so that the tier is out from then on if it hangs.
 
-        patience_s: how long it waits first for the end of a call that takes too long.
+        slow_timeout_s: how long it waits first for the end of a call that takes too long.
         """
         if (late := self._late) is not None:
-            late.has_ended(patience_s)
+            late.has_ended(slow_timeout_s)
         with contextlib.suppress(StoreError):
             self._beside(lambda: self.store.match([POOL_ID_KEY]), self._change_s)
 

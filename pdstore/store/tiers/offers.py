@@ -59,7 +59,7 @@ class Stack:
     first, lower: the first tier's store, and the lower tiers.
     found, was_read: where values were found, and from where they were read.
     search: finds and leases keys in one tier.
-    join: is called before values are put into the first tier.
+    before_put: is called with the keys before values are put into the first tier.
     copy_down: queues copies of what the first tier has stored, of values of the given lengths.
     """
 
@@ -70,7 +70,7 @@ class Stack:
     search: TierSearch
     reader: TierReader
     promotion: Promotion
-    join: Callable[[Sequence[BlockKey]], None]
+    before_put: Callable[[Sequence[BlockKey]], None]
     copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None]
 
     @classmethod
@@ -78,7 +78,7 @@ class Stack:
         cls,
         first: Store,
         lower: Sequence[LowerTier],
-        join: Callable[[Sequence[BlockKey]], None],
+        before_put: Callable[[Sequence[BlockKey]], None],
         copy_down: Callable[[Sequence[BlockKey], Sequence[int]], None],
     ) -> Stack:
         """Returns the parts for some tiers."""
@@ -90,10 +90,10 @@ class Stack:
             lower,
             found,
             was_read,
-            have=search.have,
+            which_leading=search.which_leading,
             begin_read=promotion.begin_read,
         )
-        return cls(first, lower, found, was_read, search, reader, promotion, join, copy_down)
+        return cls(first, lower, found, was_read, search, reader, promotion, before_put, copy_down)
 
     @property
     def tiers(self) -> Sequence[Store]:
@@ -137,7 +137,7 @@ class Stack:
             tier.store.count_in(CallMetrics(metrics, name))
 
     def _copies_in(self, number: int) -> Mapping[str, int]:
-        """Returns what became of copies to and from the tier of a number, by their outcome."""
+        """Returns what became of copies to and from the tier with this number, by their outcome."""
         counts = {"wrong": self.reader.num_wrong.get(number, 0)}
         if number == 0:
             return counts
@@ -357,7 +357,7 @@ class _CallsSeen:
         self, verb: str, keys: Sequence[BlockKey], call: Callable[[], Moved[A]]
     ) -> Moved[A]:
         if verb == "put":
-            self._stack.join(keys)
+            self._stack.before_put(keys)
         try:
             moved = call()
         except StoreError as error:

@@ -89,8 +89,8 @@ class Promotion:
     def begin_read(self, number: int, keys: Sequence[BlockKey]) -> None:
         """Notes when this thread begins to read values in a lower tier that it may promote.
 
-        Reads the purge numbers the first time that a namespace is read. Later reads do no I/O here:
-        `promote` reads the numbers again, and a slow answer must not leave the tier out for a load.
+        Reads the purge numbers the first time that a namespace is read. Later reads do no I/O here,
+        as a load passes over a tier that answers late; `promote` reads the numbers again.
         """
         for namespace in namespaces_of(filter(is_for_all_tiers, keys)):
             self._lower[number - 1].purges.learn(namespace)
@@ -98,7 +98,7 @@ class Promotion:
         vars(self._reads).setdefault("began_at", {}).setdefault(number, time.monotonic())
 
     def promote(self, keys: Sequence[BlockKey], slots: Slots, put: Put | None = None) -> None:
-        """Puts those of the values that were found below into the first tier, if it is worth it.
+        """Puts values that were found below into the first tier, if it is worth it.
 
         Values that a purge forbids are left below, or taken out again. The thread that has read the
         values must make the call.

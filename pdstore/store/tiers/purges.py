@@ -57,12 +57,12 @@ def purged_namespaces(store: Store) -> set[str]:
 
 
 def namespaces_of(keys: Iterable[BlockKey]) -> set[str]:
-    """Returns the namespaces of blocks, by their keys."""
+    """Returns the namespaces that the keys of blocks name."""
     return set(map(namespace_of, keys))
 
 
 def namespace_of(key: BlockKey) -> str:
-    """Returns the namespace of a block, by its key."""
+    """Returns the namespace that a block's key names."""
     return key[_NAMESPACE]
 
 
@@ -151,9 +151,9 @@ class Purge:
     def begin(self) -> list[StoreError]:
         """Takes an odd number in every tier that answers; returns the errors of lower tiers.
 
-        If a lower tier has a later number than the first one, another host has purged it: this is
-        then that purge's part here, and ends with the same number, else each host's purge would
-        call for another one of the other hosts. Raises the first tier's StoreError.
+        If a lower tier has a later number than the first one, another host has purged it. Then this
+        purge ends that one for the first tier, with the same number: a new number would make every
+        other host purge again. Raises the first tier's StoreError.
         """
         failed: list[StoreError] = []
         for i in range(_MOST_TRIES):
@@ -226,6 +226,16 @@ class Sample(NamedTuple):
         """True if no purge is under way, or was broken off, and both tiers have had each one."""
         return self.first == self.lower and self.first % 2 == 0
 
+    @property
+    def is_missed_below(self) -> bool:
+        """True if the lower tier lacks a purge that has ended in the first tier."""
+        return self.lower < self.first and self.first % 2 == 0
+
+    @property
+    def is_missed_above(self) -> bool:
+        """True if the first tier lacks a purge of the lower one, and none is under way in it."""
+        return self.first < self.lower and self.first % 2 == 0
+
 
 class _Known(NamedTuple):
     """The sample of a namespace that was read last, when, and since when it has been the same."""
@@ -261,7 +271,7 @@ class PurgeWatch:
         self.lower = PurgeNumbers(lower)
         self._look = look
         self._lock = threading.Lock()
-        self._joined: set[str] = set()
+        self._adopted: set[str] = set()
         self._refused: dict[str, Sample] = {}
         self._known: dict[str, _Known] = {}
 
@@ -286,7 +296,7 @@ class PurgeWatch:
                 self._refused[namespace] = sample
         return sample
 
-    def join(self, namespaces: Iterable[str], *, waits: bool = False) -> None:
+    def adopt(self, namespaces: Iterable[str], *, waits: bool = False) -> None:
         """Gives the first tier the lower one's number if it has nothing of a namespace yet.
 
         So a first tier that is new, as after a restart of its host, need not be purged. It is
@@ -294,7 +304,7 @@ class PurgeWatch:
         first tier that cannot list its values is not believed to be new.
         waits: True if the caller waits for the lower tier as long as that takes.
         """
-        for namespace in set(namespaces) - self._joined:
+        for namespace in set(namespaces) - self._adopted:
             search = partial(self.lower.last, namespace)
             with suppress(StoreError):
                 last = search() if waits else self._within_limit(search)
@@ -302,7 +312,7 @@ class PurgeWatch:
                     continue
                 if self.may_adopt(namespace, Sample(self.first.last(namespace), last)):
                     self.first.put(namespace, last, secrets.token_bytes(HASH_BYTES))
-                self._joined.add(namespace)
+                self._adopted.add(namespace)
 
     def before_copies(self, namespaces: Iterable[str]) -> Mapping[str, Sample] | None:
         """Returns samples for values that are to be copied down; None if a purge forbids it.
@@ -312,7 +322,7 @@ class PurgeWatch:
         samples = {}
         for namespace in namespaces:
             sample = self.sample(namespace)
-            if sample.lower < sample.first and sample.first % 2 == 0:
+            if sample.is_missed_below:
                 self._complete(namespace, sample.first)
                 sample = self.sample(namespace)
             if not sample.is_quiet:
@@ -332,15 +342,15 @@ class PurgeWatch:
     def before_promotion(self, namespace: str, read_at: float | None = None) -> Sample | None:
         """Returns a sample for values that are to be copied up; None if a purge forbids it.
 
-        Reads the numbers at most once in a second: an older sample is only the stricter one. So it
-        may be called at every load. If the lower tier does not answer in time, returns None.
+        Reads the numbers at most once in a second, so it may be called at every load; with an older
+        sample, more purges are noticed. If the lower tier does not answer in time, returns None.
         read_at: when the first of the values was read (monotonic), if that was before this call.
           Then the result is None also if these numbers were not seen before.
         """
         now = time.monotonic()
         known = self._known.get(namespace)
         if known is None or now - known.read_at > FRESH_S:
-            self.join([namespace])
+            self.adopt([namespace])
             sample = self._sample_in_time(namespace)
             if sample is None:
                 return None
@@ -380,15 +390,14 @@ class PurgeWatch:
 
     def why_refused(self, namespace: str, sample: Sample) -> str:
         """Returns why a sample that is not quiet forbids copies, and what ends that."""
-        if sample.lower < sample.first and sample.first % 2 == 0:
+        if sample.is_missed_below:
             return (
                 f"{self.lower.store.label} has missed a purge of the namespace {namespace}: it is"
                 " cleared before the next copy"
             )
-        is_behind = sample.first < sample.lower and sample.first % 2 == 0
         why = (
             "was purged on another host, not here"
-            if is_behind
+            if sample.is_missed_above
             else "is being purged, or its purge was broken off"
         )
         return (

@@ -22,7 +22,7 @@ class TierReader:
     (`OpensTiers`).
 
     found, was_read: note where values are found, and from where they are read.
-    have: returns which keys the tier of a number has, up to the first that no tier may have.
+    which_leading: returns which keys a tier has, up to the first that no tier may have.
     begin_read: is called before values in a lower tier are read.
     """
 
@@ -33,14 +33,14 @@ class TierReader:
         found: Whereabouts,
         was_read: Whereabouts,
         *,
-        have: Callable[[int, Sequence[BlockKey]], list[bool]],
+        which_leading: Callable[[int, Sequence[BlockKey]], list[bool]],
         begin_read: Callable[[int, Sequence[BlockKey]], None],
     ) -> None:
         self._first = first
         self._lower = lower
         self._found = found
         self._was_read = was_read
-        self._have = have
+        self._which_leading = which_leading
         self._begin_read = begin_read
         self._num_wrong = [0] * (len(lower) + 1)
 
@@ -52,10 +52,10 @@ class TierReader:
     def read(
         self, number: int, keys: Sequence[BlockKey], slots: Slots
     ) -> tuple[int, StoreError | None]:
-        """Reads leading values, each from the first tier that has it right in length.
+        """Reads leading values, each from the first tier that has it with the right length.
 
-        It begins at the tier of a number. Returns how many values are read, and the error if the
-        next value has another length wherever it is, or if the first tier failed.
+        It begins at the tier with this number. Returns how many values are read, and the error if
+        the next value has another length wherever it is, or if the first tier failed.
         """
         done, is_again = 0, True
         while is_again:
@@ -68,7 +68,7 @@ class TierReader:
     def read_in(
         self, number: int, keys: Sequence[BlockKey], slots: Slots
     ) -> tuple[int, StoreError | None]:
-        """Reads leading values in the tier of a number; returns how many, and the error, if any.
+        """Reads leading values in the tier with this number; returns how many, and any error.
 
         A lower tier's error is one about the value behind them; if that tier fails, it has nothing.
         """
@@ -89,7 +89,7 @@ class TierReader:
         return num_read, error
 
     def remove_in(self, number: int, keys: Sequence[BlockKey]) -> None:
-        """Removes wrong values from the tier of a number alone; the others may have right ones.
+        """Removes wrong values from the tier with this number; the others may have right ones.
 
         Raises the first tier's error; a lower tier's is only logged.
         """
@@ -114,7 +114,7 @@ class TierReader:
         if done == len(keys) or is_last or not _is_miss(error) or not is_for_all_tiers(keys[done]):
             return done, error, False
         rest, of_rest = keys[done:], slots.part(done, len(keys))
-        has = self._have(number, rest)
+        has = self._which_leading(number, rest)
         has[0] = False
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below, wrong = self.read(number + 1, [rest[i] for i in below], of_rest.chosen(below))

@@ -25,7 +25,7 @@ class TierSearch:
         self._finders = [store.optional(FindsKeys) for store in self._tiers]
 
     def match(self, number: int, keys: Sequence[BlockKey]) -> int:
-        """Matches leading keys in the tier of a number and in those below it.
+        """Matches leading keys in the tier with this number and in those below it.
 
         One search finds the leading keys that this tier has. Of the others, a second search finds
         which it has, and the next tier is asked for the rest, all in one call.
@@ -34,7 +34,7 @@ class TierSearch:
         if found == len(keys) or number == len(self._lower) or not is_for_all_tiers(keys[found]):
             return found
         rest = keys[found:]
-        has = self.have(number, rest)
+        has = self.which_leading(number, rest)
         below = [i for i, is_here in enumerate(has) if not is_here]
         num_below = self.match(number + 1, [rest[i] for i in below])
         end = below[num_below] if num_below < len(below) else len(has)
@@ -42,7 +42,7 @@ class TierSearch:
         leased = self.match_in(number, [rest[i] for i in here]) if here else 0
         return found + (here[leased] if leased < len(here) else end)
 
-    def have(self, number: int, keys: Sequence[BlockKey]) -> list[bool]:
+    def which_leading(self, number: int, keys: Sequence[BlockKey]) -> list[bool]:
         """Returns which keys a tier has, up to the first that it lacks and that no other may have.
 
         The tiers below may keep tails of the time when one of them was a pool by itself.
@@ -52,7 +52,7 @@ class TierSearch:
         return has[: next(ends, len(keys))]
 
     def match_in(self, number: int, keys: Sequence[BlockKey]) -> int:
-        """Matches leading keys in the tier of a number; returns how many it has."""
+        """Matches leading keys in the tier with this number; returns how many it has."""
         store = self._tiers[number]
 
         def match() -> int:
@@ -63,7 +63,7 @@ class TierSearch:
         return found
 
     def which_in(self, number: int, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Returns which keys the tier of a number has; none, if it cannot tell or is out."""
+        """Returns which keys the tier with this number has; none, if it cannot tell or is out."""
         finder = self._finders[number]
         none: set[BlockKey] = set()
         if finder is None:

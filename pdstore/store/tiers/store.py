@@ -39,7 +39,7 @@ from pdstore.threads import Deadline
 log = logging.getLogger(__name__)
 
 _COPY_TIMEOUT_S = 10.0  # for which `clear` waits until copies under way have ended
-_PATIENCE_S = 2.0  # for which `clear` waits for a tier that is only slow
+_SLOW_TIMEOUT_S = 2.0  # for which `clear` waits for a tier that is only slow
 _CLOSE_S = 0.5  # for the copies that are under way
 _CLOSE_LOWER_S = 0.3
 
@@ -113,7 +113,7 @@ class TieredStore(Store):
             for store, each in zip(others, of_lower, strict=True)
         ]
         self.tiers = [first, *(tier.store for tier in self.lower)]
-        self._stack = stack = Stack.over(first, self.lower, self._join, self.copy_down)
+        self._stack = stack = Stack.over(first, self.lower, self._before_put, self.copy_down)
         self._found, self._search = stack.found, stack.search
         self._reader, self._promotion = stack.reader, stack.promotion
         self._numbers = PurgeNumbers(first)
@@ -186,7 +186,7 @@ class TieredStore(Store):
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
-        self._join(keys)
+        self._before_put(keys)
         num_taken = 0
         try:
             num_taken = count_of(self.first.put(keys, slots), keys, self.first)
@@ -198,7 +198,7 @@ class TieredStore(Store):
         return num_taken
 
     def copy_down(self, keys: Sequence[BlockKey], sizes: Sequence[int]) -> None:
-        """Queues the copies of one put to the first tier, of those of its values that are blocks.
+        """Queues copies of what the first tier has taken in one put, but only of blocks.
 
         sizes: the length of each value.
         """
@@ -223,10 +223,9 @@ class TieredStore(Store):
         self._lifecycle.check()
         prefix = prefix_of(namespace)
         for tier in self.lower:
-            tier.find_out(_PATIENCE_S)
-            tier.purges.join(
-                [namespace]
-            )  # else the purge of a new tier would go unnoticed elsewhere
+            tier.find_out(_SLOW_TIMEOUT_S)
+            # else the purge of a new tier would go unnoticed elsewhere
+            tier.purges.adopt([namespace])
         numbers = [tier.purges.lower for tier in self.lower if not tier.is_out]
         purge = Purge(namespace, self._numbers, numbers)
         failed = purge.begin()
@@ -241,7 +240,7 @@ class TieredStore(Store):
             clear,
             lambda key: key.startswith(prefix),
             Deadline(_COPY_TIMEOUT_S),
-            patience_s=_PATIENCE_S,
+            slow_timeout_s=_SLOW_TIMEOUT_S,
         )
         failed += purge.end([tier.purges.lower for tier in self.lower if tier in cleared])
         if failed:
@@ -251,10 +250,10 @@ class TieredStore(Store):
                 remedy="purge again when it answers",
             )
 
-    def _join(self, keys: Sequence[BlockKey]) -> None:
+    def _before_put(self, keys: Sequence[BlockKey]) -> None:
         namespaces = namespaces_of(filter(is_for_all_tiers, keys))
         for tier in self.lower:
-            tier.purges.join(namespaces)
+            tier.purges.adopt(namespaces)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Waits until every queued copy is made, given up or lost; False after `timeout_s`."""
@@ -294,18 +293,18 @@ class TieredStore(Store):
         is_dropped: Callable[[BlockKey], bool],
         deadline: Deadline,
         *,
-        patience_s: float = 0.0,
+        slow_timeout_s: float = 0.0,
     ) -> list[StoreError]:
         """Makes a call of every tier while no value is copied; returns errors of lower tiers.
 
         is_dropped: returns True for a key whose queued copy must not be made, and that the call
           forgets.
         deadline: until which it waits for copies and promotions under way.
-        patience_s: how long it waits for a lower tier that is out because a call takes too long.
+        slow_timeout_s: how long it waits for a lower tier that is out because a call is slow.
         Raises the first tier's error, after the other calls.
         """
         for tier in self.lower:  # else a tier that hangs would be waited for below
-            tier.find_out(patience_s)
+            tier.find_out(slow_timeout_s)
         with contextlib.ExitStack() as stopped:
             stopped.enter_context(self._promotion.stopped(deadline.remaining_s()))
             for tier in self.lower:
