@@ -47,8 +47,8 @@ uint32_t Index::reserve_slot(Class &sized, Kind kind, int64_t now, MayEvict may_
   if (sized.free.newest == kNone && !add_slab(sized, now)) {
     if (may_evict == MayEvict::kNo) return kNone;
     sweep(now);
-    const bool for_marker = kind == kShortLived && sized.units == 1;
-    if (!evict(sized, now) && !(for_marker && evict_kept(sized, now))) return kNone;
+    const bool is_never_refused = kind != kBlock && sized.units == 1;  // a marker, a purge number
+    if (!evict(sized, now) && !(is_never_refused && evict_kept(sized, now))) return kNone;
   }
   const uint32_t id = sized.free.newest;
   if (id == kNone || slot(id).state != State::kFree) throw Damaged();
@@ -156,7 +156,8 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
   return victim == kNone ? -1 : since(slots_[victim].used_at, now);
 }
 
-// Frees for a marker the oldest slot of its class although it is kept; where there is none, the
+// Frees for a value that is never refused the oldest slot of its class although it is kept; where
+// there is none, the
 // slab of another size that was used longest ago.
 bool Index::evict_kept(Class &sized, int64_t now) {
   const auto is_needed = [&](const Slot &slot) {

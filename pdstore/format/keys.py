@@ -235,6 +235,8 @@ class Kind(enum.Enum):
 
 PERMANENT = frozenset({Kind.POOL, Kind.PURGE})
 """Kinds of the values that no store expires or evicts, and that are never encrypted."""
+NEVER_REFUSED = PERMANENT | {Kind.HANDOFF}
+"""Kinds of small values that a store takes even if nothing has room: others wait for them."""
 
 
 def kind_of(key: BlockKey) -> Kind:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pdstore.errors import ConfigError, StoreFull, WrongLength
-from pdstore.format.keys import PERMANENT, BlockKey, Kind, kind_of, prefix_of
+from pdstore.format.keys import NEVER_REFUSED, PERMANENT, BlockKey, Kind, kind_of, prefix_of
 from pdstore.settings import Settings
 from pdstore.store.base import FRESH_S, Lifecycle, Slots, Store
 from pdstore.store.optional import ALL_KEYS, Room, StoredValue
@@ -42,12 +42,13 @@ class _Shelf:
     def add(self, key: BlockKey, data: bytes) -> bool:
         """Adds a value unless its key is stored. Returns False if there is no room for it.
 
-        A marker is added even then: it tells a D that waits for blocks that none will come.
+        A marker is added even then: it tells a D that waits for blocks that none will come. So is a
+        purge number, without which no copy may be made.
         """
         with self.lock:
             if key in self.values:
                 return True
-            if not self.evict_for(len(data)) and kind_of(key) is not Kind.HANDOFF:
+            if not self.evict_for(len(data)) and kind_of(key) not in NEVER_REFUSED:
                 return False
             now = self.clock()
             self.values[key] = _Value(data, now + FRESH_S, now)

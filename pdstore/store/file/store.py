@@ -16,7 +16,7 @@ from pydantic import ByteSize
 from pdstore.environment import cache_directory
 from pdstore.errors import ConfigError, StoreFull
 from pdstore.format.block import HEADER_BYTES, START_BYTES
-from pdstore.format.keys import POOL_ID_KEY, BlockKey, Kind, kind_of, prefix_of
+from pdstore.format.keys import NEVER_REFUSED, POOL_ID_KEY, BlockKey, kind_of, prefix_of
 from pdstore.native.engine import Engine
 from pdstore.native.library import FileWay, built_library
 from pdstore.settings import Settings
@@ -311,7 +311,7 @@ class FileStore(Store):
         n = next((i for i, path in enumerate(paths) if not os.access(path, os.F_OK)), len(keys))
         while n < len(keys):
             with named_error(self.label, keys[n], n):
-                if kind_of(keys[n]) is Kind.HANDOFF:
+                if kind_of(keys[n]) in NEVER_REFUSED:
                     stop = n + 1
                     self._evictor.admit_anyway(sizes[n:stop])
                 else:
@@ -352,7 +352,7 @@ class FileStore(Store):
             self._directory.repair()
         elif why in FULL and num_repairs == 0:
             self._evictor.make_room(num_bytes)
-        elif why in FULL and num_repairs == 1 and kind_of(key) is Kind.HANDOFF:
+        elif why in FULL and num_repairs == 1 and kind_of(key) in NEVER_REFUSED:
             self._evictor.evict_newest()
         else:
             raise OSError(why, os.strerror(why))

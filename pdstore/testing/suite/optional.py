@@ -111,13 +111,17 @@ class PressureTests:
         assert_stored(small_store, numbers, contents(numbers, 64))
         small_store.remove(numbers)
 
-    def test_a_full_store_whose_values_are_leased_takes_markers(self, small_store: Store) -> None:
+    def test_a_full_store_whose_values_are_leased_takes_markers_and_purge_numbers(
+        self, small_store: Store
+    ) -> None:
         if not small_store.lease_s:
             pytest.skip("this store has no leases")
+        purge_number = BlockKey(f"{PURGE_PREFIX}{secrets.token_hex(16)}:1")
         _fill_with_leased(small_store)
-        for marker in _fresh_markers(40):
-            assert put(small_store, [marker], [content(marker, 64)]) == 1
-            assert_stored(small_store, [marker], [content(marker, 64)])
+        for key in (*_fresh_markers(40), purge_number):
+            assert put(small_store, [key], [content(key, 64)]) == 1
+            assert_stored(small_store, [key], [content(key, 64)])
+        small_store.remove([purge_number])
 
     def test_room_is_made_for_all_values_or_nothing_goes(self, small_store: Store) -> None:
         """For stores that evict when asked (`EvictsByUse`); skipped for other stores."""
