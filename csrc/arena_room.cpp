@@ -157,8 +157,7 @@ int64_t Index::oldest_age(int64_t bytes, int64_t count, int64_t now) {
 }
 
 // Frees for a value that is never refused the oldest slot of its class although it is kept; where
-// there is none, the
-// slab of another size that was used longest ago.
+// there is none, the slab of another size that was used longest ago.
 bool Index::evict_kept(Class &sized, int64_t now) {
   const auto is_needed = [&](const Slot &slot) {
     return slot.state == State::kStored ? slot.kind == kForever : slot.state != State::kFree;
