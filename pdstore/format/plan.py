@@ -36,7 +36,7 @@ class LoadPlan:
 
 
 class PromptSave(NamedTuple):
-    """The first save of a prompt, which all later saves of it tell.
+    """The first save of a prompt, which the plans of all its saves name.
 
     first_token: the tokens before it were stored already, or another prompt's save had them.
     began: when it was planned, in seconds of the monotonic clock of this host.

@@ -36,7 +36,7 @@ class CopyPath(enum.IntEnum):
 class FileWay(enum.IntEnum):
     """Ways in which the bytes of files are moved: through the page cache, or past it.
 
-    DIRECT is io_uring; where that is refused, it is what DIRECT_BY_THREADS always is.
+    DIRECT uses io_uring, or threads where that is refused; DIRECT_BY_THREADS uses threads always.
     """
 
     CACHED = 0

@@ -16,6 +16,7 @@ from pdstore.store.tier_spans import TierSpan, tokens_by_tier
 
 Mode: TypeAlias = Literal["auto", "never"]
 Way: TypeAlias = Literal["load", "compute", "both", "none"]
+RequestName: TypeAlias = Hashable
 
 _KEEP = 0.8  # each new measurement multiplies the weight of all earlier ones by this
 _MIN_TOKENS = 512  # fewer tokens would measure the cost of a step or call, not of a token
@@ -182,13 +183,13 @@ class PromptTimes:
         self._num_computed: Counter[int] = Counter()
         self._load_costs = LoadCosts()
         self._compute_cost = CostAverage()
-        self._prompts: dict[Hashable, _Prompt] = {}
+        self._prompts: dict[RequestName, _Prompt] = {}
         self._is_cold = True
         self._last_load_end = 0.0
         self._most_loading = 0  # maximum number of tokens in loading since the last measurement
         self._num_brought: Counter[int] = Counter()  # loaded since the last measurement, by tier
         self._busy_s = 0.0  # seconds in which any load ran since the last measurement
-        self._running: set[Hashable] = set()  # requests whose prompts are being computed
+        self._running: set[RequestName] = set()  # requests whose prompts are being computed
         self._num_begun = 0  # prompt tokens given to the model since a prompt was last computed
         self._since = 0.0  # when a prompt was last computed
         self._step_s = 0.0  # time of the last step for few tokens; a loaded prompt needs one, too
@@ -205,7 +206,7 @@ class PromptTimes:
 
     def decide(
         self,
-        name: Hashable,
+        name: RequestName,
         *,
         start: int,
         found: int,
@@ -235,7 +236,7 @@ class PromptTimes:
 
     def load_ended(
         self,
-        name: Hashable,
+        name: RequestName,
         num_present: int,
         seconds: float,
         by_tier: Mapping[int, int] | None = None,
@@ -273,7 +274,7 @@ class PromptTimes:
         self._num_brought = Counter()
         self._busy_s = 0.0
 
-    def begin_step(self, name: Hashable, start: int, stop: int) -> None:
+    def begin_step(self, name: RequestName, start: int, stop: int) -> None:
         """Records that a step begins to compute tokens `start` to `stop` - 1 of a prompt."""
         if not self._running:
             self._since = self._clock()
@@ -283,7 +284,7 @@ class PromptTimes:
         if (prompt := self._prompts.get(name)) is not None:
             prompt.at = stop
 
-    def end_prompt(self, name: Hashable) -> None:
+    def end_prompt(self, name: RequestName) -> None:
         """Records that a prompt is computed; this ends a measurement of the time to compute."""
         if name not in self._running:
             return
@@ -298,7 +299,7 @@ class PromptTimes:
         if prompt is not None and prompt.way != "none" and self._metrics is not None:
             self._metrics.decisions.labels(prompt.way).inc()
 
-    def forget(self, name: Hashable) -> None:
+    def forget(self, name: RequestName) -> None:
         """Forgets the prompt of a request that has ended, even if it was not computed."""
         self._prompts.pop(name, None)
         self._running.discard(name)

@@ -285,9 +285,10 @@ class FindsAgain(Protocol):
         """
 
     def which_again(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Returns which keys the first tier has, or were found in a lower tier. Raises StoreError.
+        """Returns for each key if the first tier has it, or a lower tier had it when asked last.
 
-        Leases nothing and asks no lower tier; `match_again` tells what is still there.
+        Leases nothing and asks no lower tier; `match_again` tells what is still there. Raises
+        StoreError.
         """
 
 

@@ -114,7 +114,7 @@ class SaveWork(Work[_SaveRange]):
             ready = self.mover.context.copies.device_event_or_wait(item.ready)
             is_draft = item.layer_range == self.prompt.layout.draft_range is not None
             stop = item.blocks.stop
-            begin = max(item.blocks.first, first, self._first_draft if is_draft else 0)
+            begin = max(item.blocks.first, first, self._first_own_draft if is_draft else 0)
             values = self.prompt.values(BlockRange(min(begin, stop), stop), item.layer_range)
             if not values:
                 self._note_copied(turn)
@@ -131,9 +131,10 @@ class SaveWork(Work[_SaveRange]):
         return reason
 
     @property
-    def _first_draft(self) -> int:
-        """The first block with only this request's rows in a draft's cache."""
-        # a second layer's rows depend on all earlier rows: then all are needed, or none is saved
+    def _first_own_draft(self) -> int:
+        """The first block whose rows in a draft's cache are all of this request."""
+        # a row of a draft's second layer depends on all rows before it, so one row of another
+        # request makes all later ones useless: then no block is saved
         identity, start = self.prompt.layout.identity, self.plan.drafts_from
         if start and len(identity.layers) - len(identity.needed_layers) > 1:
             return len(self.prompt.keys)

@@ -1,6 +1,6 @@
-"""PagePool: finds, loads and saves the pages of SGLang's host pools.
+"""PagePool: finds, loads and saves pages of SGLang's host pools; reads which model SGLang serves.
 
-The other functions read the settings, and the model's dtype, weights and shape, from SGLang.
+The functions read the settings, and the model's dtype, weights and shape, from SGLang.
 """
 
 # Decision: docs/decisions/034-sglang-pages.md

@@ -53,7 +53,7 @@ class Again:
         return num_above + end
 
     def which_again(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Returns which keys the first tier has, or were found in a lower tier."""
+        """Returns for each key if the first tier has it, or a lower tier had it when asked last."""
         lower = self._found.which_tier(keys)
         above = self._search.which_in(0, keys)
         return [is_above or number > 0 for is_above, number in zip(above, lower, strict=True)]

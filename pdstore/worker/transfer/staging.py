@@ -209,7 +209,7 @@ class Staging:
         self.memory = PinnedMemory(self.view, self.slot_bytes, registrar, span_bytes=span_bytes)
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._lent = dict.fromkeys(Direction, 0)
-        self._reserved = self.num_slots // 4
+        self._reserved_per_direction = self.num_slots // 4
         self._changed = threading.Condition()
 
     @property
@@ -219,7 +219,7 @@ class Staging:
     @property
     def largest_loan(self) -> int:
         """The maximum number of slots that all saves, or all loads, can have together."""
-        return self.num_slots - self._reserved
+        return self.num_slots - self._reserved_per_direction
 
     @contextlib.contextmanager
     def loan(
@@ -260,5 +260,5 @@ class Staging:
         if not self.memory.is_ready():
             return 0
         other = Direction.SAVE if direction is Direction.LOAD else Direction.LOAD
-        kept = max(0, self._reserved - self._lent[other])
+        kept = max(0, self._reserved_per_direction - self._lent[other])
         return len(self._free) - kept
