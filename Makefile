@@ -97,7 +97,7 @@ test-uncounted: setup
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(addprefix --ignore=,$(SEAMS) $(APART)) $(ARGS)
 test-uncountable: setup
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' -k '$(UNCOUNTABLE)' \
-	  $$(grep -rlE 'fork|signal_handler|SIGTERM' --include='test_*.py' $(SEAMS)) $(ARGS)
+	  $$(grep -rlE 'fork|signal_handler|SIGTERM|StoreTests' --include='test_*.py' $(SEAMS)) $(ARGS)
 test-vllm-uncounted: setup-vllm
 	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(VLLM_TESTS) $(addprefix --ignore=,$(VLLM_SEAMS)) $(ARGS)
 
