@@ -59,8 +59,8 @@ QUICK_TESTS := tests/test_modules.py $(addprefix tests/,format/test_block.py for
 quick: setup ## A test of each seam, in half a minute
 	@$(BIN)/python -m pytest -m 'not nightly and not mooncake' $(QUICK_TESTS) $(ARGS)
 
-# Whole, it is two processes, since tests often wait.
-APART := tests/examples tests/router tests/deploy tests/benchmarks tests/store/mooncake
+# Whole, it is two processes of about the same length, since tests often wait.
+APART := tests/examples tests/router tests/deploy tests/benchmarks tests/store
 test: setup ## The test suite
 ifeq ($(strip $(ARGS)),)
 	@MAKE='$(MAKE)' scripts/test_in_two.sh
@@ -83,10 +83,13 @@ SEAMS := $(addprefix tests/,format native scheduler engine store worker cli rout
   $(filter-out $(addprefix tests/test_,docs.py house.py lint.py modules.py requirements.py),$(wildcard tests/test_*.py))
 VLLM_SEAMS = $(shell grep -LE '\b(pair|launcher)\b' tests/adapters/vllm/test_*.py)
 UNCOUNTABLE := fork or signal_handler or SIGTERM
+# Their many cases run lines that others run, too: counting would only make them slower.
+UNCOUNTED := $(addprefix tests/,store/tiers/test_contract.py store/test_conformance.py scheduler/test_break_even.py \
+  worker/test_scales.py worker/test_table_sizes.py)
 coverage: coverage-seams coverage-vllm coverage-report ## How much of each folder of pdstore/ the seams' tests run
 coverage-seams: setup # counted, an example of hypothesis may take longer than its 200 ms: the profile allows it
 	@$(BIN)/python -m coverage run -m pytest -m 'not vllm and not nightly' -k 'not ($(UNCOUNTABLE))' \
-	  --hypothesis-profile=ci $(if $(filter tests/%,$(ARGS)),,$(SEAMS)) $(ARGS)
+	  --hypothesis-profile=ci $(addprefix --ignore=,$(UNCOUNTED)) $(if $(filter tests/%,$(ARGS)),,$(SEAMS)) $(ARGS)
 coverage-vllm: setup-vllm
 	@$(VLLM_BIN)/python -m coverage run -m pytest -m 'vllm and not nightly' $(VLLM_SEAMS) $(ARGS)
 coverage-report: setup
@@ -94,10 +97,12 @@ coverage-report: setup
 
 # What `make test` and `make test-vllm` run beside the counted tests and APART: CI runs each test once.
 test-uncounted: setup
-	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(addprefix --ignore=,$(SEAMS) $(APART)) $(ARGS)
+	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(UNCOUNTED) integrations/lmcache/tests \
+	  $(filter-out $(SEAMS) $(APART) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) $(ARGS)
 test-uncountable: setup
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' -k '$(UNCOUNTABLE)' \
-	  $$(grep -rlE 'fork|signal_handler|SIGTERM' --include='test_*.py' $(SEAMS)) $(ARGS)
+	  $$(grep -rlE 'fork|signal_handler|SIGTERM|StoreTests' --include='test_*.py' \
+	  $(addprefix --exclude=,$(notdir $(UNCOUNTED))) $(SEAMS)) $(ARGS)
 test-vllm-uncounted: setup-vllm
 	@$(VLLM_BIN)/python -m pytest -m 'vllm and not nightly' $(VLLM_TESTS) $(addprefix --ignore=,$(VLLM_SEAMS)) $(ARGS)
 

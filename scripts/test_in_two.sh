@@ -15,7 +15,7 @@ trap 'exit 130' INT TERM
 
 status=0
 "$MAKE" --no-print-directory test-others || status=1
-printf '\nThe second half (%s):\n' "examples, deploy, benchmarks and Mooncake"
+printf '\nThe second half (%s):\n' "examples, the router, deploy, benchmarks and the stores"
 tail -n +1 -f --pid="$apart" "$log"
 wait "$apart" || status=1
 exit "$status"

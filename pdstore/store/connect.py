@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from operator import methodcaller
 from typing import NamedTuple
@@ -96,7 +97,7 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
         return EntryPoint("several URLs", _TIERED, GROUP), parsed
     own = _FAULTY if scheme.startswith("faulty+") else _OWN.get(scheme)
     entries = [EntryPoint(scheme, own, GROUP)] if own else []
-    others = entry_points(group=GROUP)
+    others = _installed(tuple(sys.path))
     entries += [entry for entry in others if entry.name == scheme]
     if not entries:
         known = [*_OWN, *sorted({entry.name for entry in others} - set(_OWN))]
@@ -111,6 +112,12 @@ def _entry_for(url: str) -> tuple[EntryPoint, StoreURL]:
         owners = " and by ".join(map(_owner, entries))
         raise ConfigError(f"{scheme}:// is claimed by {owners}: uninstall all but one")
     return entries[0], parsed
+
+
+@functools.cache
+def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Returns the stores of packages on this `sys.path`; to read all their files takes 20 ms."""
+    return tuple(entry_points(group=GROUP))
 
 
 def _hint(url: str, known: Sequence[str]) -> str:
@@ -310,9 +317,9 @@ class RoomWatch:
             else:
                 below.append(_RoomSource(tells, [of_tier]))
         whole = store.optional(TellsRoom)
-        turns = [partial(self._turn, source, is_whole=False) for source in below]
+        turns = [functools.partial(self._turn, source, is_whole=False) for source in below]
         if whole is not None:
-            turns.append(partial(self._turn, _RoomSource(whole, shown), is_whole=True))
+            turns.append(functools.partial(self._turn, _RoomSource(whole, shown), is_whole=True))
         self._threads = [Ticker("pdstore-room", turn) for turn in turns]
 
     def close(self, timeout_s: float = 1.0) -> None:

@@ -159,7 +159,9 @@ def test_d_that_follows_finds_all_in_the_first_tier(handing):
 def test_ps_first_save_begins_at_the_first_block_that_is_not_in_the_first_tier(
     handing, above, first
 ):
-    plan = handing(*above).prefill()
+    one = handing(*above)
+    plan = one.prefill()
+    one.finish()  # or the pool waits for it when it is closed
     assert (plan.first_token, plan.first_save.first_token) == (first, first)
 
 

@@ -69,9 +69,7 @@ URLS = st.builds("{}://{}{}".format, st.sampled_from(SCHEMES), PARTS, PARTS) | P
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """No package has a store of its own: to look for them takes longer than an example."""
-    monkeypatch.setattr("pdstore.store.connect.entry_points", lambda group: ())
+def settings() -> Settings:
     return read_settings(store="memory://")
 
 

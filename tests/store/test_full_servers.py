@@ -60,6 +60,7 @@ def test_a_redis_that_does_not_evict_refuses_markers_and_takes_them_when_there_i
 def test_a_redis_that_evicts_takes_markers(redis_server, policy):
     server = small_server(redis_server, policy)
     with opened(server.url) as store, server.client() as client:
+        client.config_set("maxmemory-samples", 64)  # of 5, all may be markers
         markers, blocks = fresh_markers(40), fill_to_the_last_byte(store)
         # redis counts whole seconds: in the same one, markers are no younger than blocks
         eventually(lambda: all(client.object("idletime", key) >= 1 for key in client.scan_iter()))

@@ -22,6 +22,7 @@ from tests.support.instances import instance as instance
 from tests.support.kv import POISON, settings_of
 from tests.support.native_kit import library as library
 from tests.support.pool_kit import D_BLOCKS, P_BLOCKS, assert_loaded, load, save
+from tests.support.same_arguments import SameArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_TOKENS = 200
@@ -139,7 +140,7 @@ class TestCountingStore(StoreTests):
         return CountingStore(closed_after(open_store(url, settings_of())))
 
 
-class TestComposite(StoreTests):
+class TestComposite(SameArguments, StoreTests):
     @pytest.fixture
     def store(self, composite):
         return composite

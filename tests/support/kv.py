@@ -27,9 +27,9 @@ POISON = -7.0
 
 
 def settings_of(**changes: object) -> Settings:
-    return read_settings(
-        **{"store": "memory://", "staging": "8MiB", "handoff_wait_s": 2.0, **changes}
-    )
+    """Returns settings for tests: a job's deadline is one that a busy machine keeps, too."""
+    usual = {"store": "memory://", "staging": "8MiB", "handoff_wait_s": 2.0, "deadline_s": 30.0}
+    return read_settings(**{**usual, **changes})
 
 
 def flat_layout(**fields: object) -> Layout:

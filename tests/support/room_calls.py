@@ -129,7 +129,7 @@ def calls_of_a_job(job: str, url: str) -> WorkerCalls:
             handoff = None if job == "save" else HandoffId("1" * 32)
             moving = d.pool.save(keys, block_ids, handoff=handoff)
         assert_whole(moving.wait(30))
-        d.pool.close()  # so that its worker has left the job
+        d.close()  # so that its worker has left the job
     finally:
         p.close()
         store.close()

@@ -44,7 +44,10 @@ class StateInstance(Instance):
             engine_block_tokens=entries,
             num_blocks=[24 if size is None else 24 * BLOCK // size for size in entries],
             boundary_tokens=block,
-            **changes,
+            **{
+                "lookup_timeout_s": 10.0,
+                **changes,
+            },  # a busy machine is slow
         )
 
     def tables(self, num_tokens: int, states: dict[int, int], first: int = 0) -> list:

@@ -369,30 +369,6 @@ def prefix(p, store):
     return keys_of(p, 192)
 
 
-@pytest.mark.parametrize("num_gone", [1, 3], ids=["partly", "all of it"])
-def test_d_takes_a_hand_off_whose_prefix_lies_below(p, d, arena, prefix, num_gone):
-    arena.remove(prefix[:num_gone])
-    keys = p.cache.keys(PROMPT)
-    assert p.cache.match(keys).num_tokens == 192, "P finds it, too"
-    handoff, _ = p.cache.announce(keys)
-    begun = p.pool.begin_save(SavePlan(keys, handoff=handoff), P_BLOCKS)
-    begun.layers_done(len(p.caches))
-    assert begun.job.wait(10) == JobResult(292)
-    assert load(d, PROMPT) == JobResult(292)
-    assert_loaded(p, d, 292)
-
-
-def test_d_follows_a_p_whose_prefix_lies_below(p, d, arena, prefix):
-    arena.remove(prefix[:2])
-    handoff = HandoffId("1" * 32)
-    job = d.pool.load(d.cache.keys(PROMPT), D_BLOCKS, follow=handoff)
-    begun = p.pool.begin_save(SavePlan(p.cache.keys(PROMPT), handoff=handoff), P_BLOCKS)
-    begun.layers_done(len(p.caches))
-    assert begun.job.wait(10) == JobResult(292)
-    assert job.wait(10) == JobResult(292)
-    assert_loaded(p, d, 292)
-
-
 def test_with_a_seal_key_all_goes_through_staging_and_down_sealed(
     instance, store, arena, files, tmp_path
 ):

@@ -25,6 +25,7 @@ from pdstore.testing.values import filled_slots, get, put
 from tests.support.disk import disk as disk
 from tests.support.file_pool import SIZE, FileStoreTests, num_temporaries, path_of
 from tests.support.kv import settings_of
+from tests.support.same_arguments import SameArguments
 from tests.support.swap_case import SwapBench
 
 MIB = 1 << 20
@@ -39,7 +40,7 @@ def direct_store(root, way, budget=None) -> FileStore:
     return FileStore(root, budget=budget, built=built, direct=direct)
 
 
-class TestDirectFileStore(FileStoreTests):
+class TestDirectFileStore(SameArguments, FileStoreTests):
     @pytest.fixture(params=WAYS)
     def open_at(self, disk, request, closed_after):
         """Opens a store at a directory's name and a budget."""

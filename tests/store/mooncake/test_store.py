@@ -17,6 +17,7 @@ from tests.support.mooncake_cluster import (
     put_bare,
     wait_until_it_serves,
 )
+from tests.support.same_arguments import SameArguments
 
 pytestmark = pytest.mark.mooncake
 
@@ -109,7 +110,7 @@ class TestHolder(Topology):
         return emptied(opened(small_cluster, small_cluster.url))
 
 
-class TestEmbedded(Topology):
+class TestEmbedded(SameArguments, Topology):
     """This process lends the memory."""
 
     @pytest.fixture

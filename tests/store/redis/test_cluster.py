@@ -17,6 +17,7 @@ from tests.support.kv import eventually
 from tests.support.redis_cluster import ClusterOfServers, master_with_sentinel
 from tests.support.redis_server import RedisServer, make_certificate, need_valkey_server
 from tests.support.redis_store import SIZE, opened, wait_until_found
+from tests.support.same_arguments import SameArguments
 
 pytestmark = pytest.mark.redis
 
@@ -59,7 +60,7 @@ def small(server, room_bytes):
         raw.flushall()
 
 
-class TestRedisCluster(StoreTests):
+class TestRedisCluster(SameArguments, StoreTests):
     @pytest.fixture
     def store(self, cluster):
         with opened(cluster.url) as store:
@@ -238,7 +239,7 @@ def valkey(tmp_path_factory):
     server.stop()
 
 
-class TestValkey(StoreTests):
+class TestValkey(SameArguments, StoreTests):
     @pytest.fixture
     def store(self, valkey):
         with opened(f"valkey://127.0.0.1:{valkey.port}") as store, valkey.client() as self.raw:

@@ -15,6 +15,7 @@ from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import get, put
 from tests.support.random_calls import play_random_calls
 from tests.support.redis_store import SIZE, opened, put_one, small_server
+from tests.support.same_arguments import SameArguments
 
 pytestmark = pytest.mark.redis
 
@@ -50,7 +51,7 @@ class TestRedisStore(StoreTests):
         self.raw.set(key, data, ex=3600)  # nobody may come to delete it
 
 
-class TestRedisStoreThatEvicts(StoreTests):
+class TestRedisStoreThatEvicts(SameArguments, StoreTests):
     """On a unix socket, and with a server that makes room by itself."""
 
     @pytest.fixture

@@ -10,6 +10,7 @@ from pdstore.store.arena.store import ArenaStore
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
 from pdstore.testing import StoreTests
+from tests.support.same_arguments import SameArguments, SameArgumentsAndBatches
 
 SIZE = 64 << 10
 
@@ -28,7 +29,7 @@ class Stacks(StoreTests):
         return open_tiers(*open_stores())
 
 
-class TestMemoryOverFiles(Stacks):
+class TestMemoryOverFiles(SameArgumentsAndBatches, Stacks):
     @pytest.fixture
     def open_stores(self, name, tmp_path):
         return lambda: (MemoryStore(f"memory://{name}"), FileStore(tmp_path / "files"))
@@ -39,7 +40,7 @@ class TestMemoryOverFiles(Stacks):
         return open_tiers(memory, FileStore(tmp_path / "small", budget=40 * SIZE))
 
 
-class TestArenaOverFiles(Stacks):
+class TestArenaOverFiles(SameArgumentsAndBatches, Stacks):
     @pytest.fixture
     def open_stores(self, arena_of, tmp_path):
         return lambda: (arena_of(), FileStore(tmp_path / "files"))
@@ -61,14 +62,14 @@ class TestThreeTiers(Stacks):
 
 
 @pytest.mark.redis
-class TestArenaOverRedis(Stacks):
+class TestArenaOverRedis(SameArguments, Stacks):
     @pytest.fixture
     def open_stores(self, arena_of, redis_url):
         return lambda: (arena_of(), open_store(redis_url, Settings()))
 
 
 @pytest.mark.redis
-class TestRedisOverFiles(Stacks):
+class TestRedisOverFiles(SameArgumentsAndBatches, Stacks):
     @pytest.fixture
     def open_stores(self, redis_url, tmp_path):
         return lambda: (open_store(redis_url, Settings()), FileStore(tmp_path / "files"))
