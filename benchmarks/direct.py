@@ -2,11 +2,12 @@
 
 python -m benchmarks.direct --directory /a/disk [--json FILE]
 
-In each round the ways take turns, first to read and then to write: file:// with ?direct=1 by
-io_uring and by threads, without it, and `fio` (Debian's package) with --direct=1,
---ioengine=io_uring, --iodepth=32 and --bs=1m. All read the same files, cold, and but for fio verify
-each value's checksum; writes add it. What is written to the page cache is then forced to the disk.
-One caller at a time.
+In each round the ways take turns, in an order drawn anew, since a disk still works on what the last
+one wrote; first to read and then to write: file:// with ?direct=1 by io_uring and by threads,
+without it, and `fio` (Debian's package) with --direct=1, --ioengine=io_uring, --iodepth=32 and
+--bs=1m. All read the same files, cold, and but for fio verify each value's checksum; writes add it,
+and make the files, while fio's clock starts when its one file has all of its room. What is written
+to the page cache is then forced to the disk. One caller at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import resource
 import secrets
 import shutil
@@ -181,8 +183,7 @@ def _add_rounds(
 ) -> None:
     """Lets the ways take turns, and adds what each round measured, except the first."""
     for turn in range(rounds + 1):
-        first = turn % len(_WAYS)
-        for way in _WAYS[first:] + _WAYS[:first]:
+        for way in random.sample(_WAYS, len(_WAYS)):
             measured = calls[way]()
             if turn:
                 results.setdefault((verb, way), []).append(measured)

@@ -48,11 +48,7 @@ class Moving {
       room_ = pages_ == nullptr ? 0 : others;
       if (pages_ == nullptr) return ENOMEM;
     }
-    if (is_write && others > 0) {
-      const int64_t own = piece.bytes - straight_;
-      std::memcpy(pages_.get(), piece.memory + straight_, own);
-      std::memset(pages_.get() + own, 0, others - own);
-    }
+    if (is_write && others > 0) std::memcpy(pages_.get(), piece.memory + straight_, others);
     set_parts(0);
     return 0;
   }
@@ -63,10 +59,9 @@ class Moving {
 
   // Ends what has moved so many bytes, or failed with a negative errno; moves what is left.
   int32_t end(int64_t moved) {
-    const int64_t wanted = is_write_ ? in_pages(piece_.bytes) : piece_.bytes;
     if (is_of_ring(moved)) moved = 0;
     int64_t done = std::max<int64_t>(moved, 0);
-    while (moved >= 0 && done < wanted) {
+    while (moved >= 0 && done < piece_.bytes) {
       set_parts(done & -kPageBytes);
       const int64_t at = piece_.at + (done & -kPageBytes);
       moved = is_write_ ? pwritev(piece_.file, parts_, num_parts_, at)

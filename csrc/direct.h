@@ -14,9 +14,9 @@ constexpr int32_t kShorter = -1;                // stands for an errno: the file
 
 constexpr int64_t in_pages(int64_t bytes) { return (bytes + kPageBytes - 1) & -kPageBytes; }
 
-// At most kDirectPieceBytes of an open file, from a multiple of kPageBytes on. A read moves no byte
-// behind `bytes` into memory; a write fills the last page with zeros. Any address will do: what is
-// not aligned moves through other memory.
+// At most kDirectPieceBytes of an open file, from a multiple of kPageBytes on; a write has whole
+// pages. A read moves no byte behind `bytes` into memory. Any address will do: what is not aligned
+// moves through other memory.
 struct Piece {
   int file;
   int64_t at, bytes;

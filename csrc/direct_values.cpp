@@ -3,6 +3,8 @@
 // Decision: a value is summed in its order, as far as its pieces have come, while other pieces are
 // under way. So one thread reads, sums and verifies; several callers keep a fast disk busy. The
 // piece with the header, which holds the sum, is written last, and then the file gets its name.
+// Decision: what does not fill a page at a value's end is written through the page cache, which
+// waits for no disk. Cutting a file that was written in whole pages would read its last one.
 // Decision: docs/decisions/049-direct-files.md
 #include "direct_values.h"
 
@@ -56,9 +58,7 @@ int32_t open_directly(const char *path, int flags, int *file, int64_t *bytes) {
 class ValuesWork : public DirectWork {
  public:
   ValuesWork(const DirectValues &values, int64_t first, int64_t last)
-      : values_(values), last_(last), current_(first), failed_(last) {
-    for (int64_t i = first; i < last; ++i) num_pieces_ += num_pieces_of(values.sizes[i]);
-  }
+      : values_(values), last_(last), current_(first), failed_(last) {}
   int64_t num_pieces() const final { return num_pieces_; }
   // The first value that failed, or the end of all; and why.
   int64_t failed() const { return failed_; }
@@ -72,18 +72,18 @@ class ValuesWork : public DirectWork {
   char *memory_of(int64_t value) const {
     return reinterpret_cast<char *>(values_.addresses[value]);
   }
-  Piece piece_of(int64_t value, int64_t number, int file) const {
+  // A piece of the first `end` bytes.
+  Piece piece_of(int64_t value, int64_t number, int file, int64_t end) const {
     const int64_t at = number * kDirectPieceBytes;
-    const int64_t bytes = std::min(kDirectPieceBytes, values_.sizes[value] - at);
-    return {file, at, bytes, memory_of(value) + at, value};
+    return {file, at, std::min(kDirectPieceBytes, end - at), memory_of(value) + at, value};
   }
 
   const DirectValues &values_;
   const int64_t last_;
   int64_t current_;  // the value whose pieces go next
+  int64_t num_pieces_ = 0;
 
  private:
-  int64_t num_pieces_ = 0;
   int64_t failed_;
   int32_t why_ = 0;
 };
@@ -94,6 +94,7 @@ class Reading final : public ValuesWork {
       : ValuesWork(values, first, last), first_(first), files_(last - first) {
     for (int64_t i = first; i < last; ++i) {
       of(i).is_here.resize(num_pieces_of(values.sizes[i]));
+      num_pieces_ += of(i).num_pieces();
     }
   }
   ~Reading() override {
@@ -107,7 +108,7 @@ class Reading final : public ValuesWork {
     if (is_over()) return false;
     File &file = of(current_);
     if (file.num_given == 0 && !open(current_)) return false;
-    *piece = piece_of(current_, file.num_given++, file.file);
+    *piece = piece_of(current_, file.num_given++, file.file, values_.sizes[current_]);
     if (file.num_given == file.num_pieces()) ++current_;
     return true;
   }
@@ -170,7 +171,8 @@ class Writing final : public ValuesWork {
   Writing(const DirectValues &values, const char *temporary, int64_t first, int64_t last)
       : ValuesWork(values, first, last), first_(first), files_(last - first) {
     for (int64_t i = first; i < last; ++i) {
-      files_[i - first].name = std::string(temporary) + '-' + std::to_string(i);
+      of(i).name = std::string(temporary) + '-' + std::to_string(i);
+      num_pieces_ += num_to_move(i);
     }
   }
   ~Writing() override {
@@ -188,12 +190,14 @@ class Writing final : public ValuesWork {
         continue;
       }
       if (file.num_given == 0 && !open(current_)) return false;
-      const int64_t count = num_pieces_of(values_.sizes[current_]);
+      const int64_t count = std::max<int64_t>(num_to_move(current_), 1);
       const int64_t number = ++file.num_given % count;  // the first piece last
       seal(current_, number, count);
-      *piece = piece_of(current_, number, file.file);
+      const int64_t value = current_;
       if (number == 0) ++current_;
-      return true;
+      *piece = piece_of(value, number, file.file, in_whole_pages(value));
+      if (piece->bytes > 0) return true;
+      if (const int32_t why = finish(value)) fail(value, why);  // it has less than a page
     }
     return false;
   }
@@ -201,7 +205,7 @@ class Writing final : public ValuesWork {
   void end(const Piece &piece, int32_t why) override {
     File &file = of(piece.value);
     if (why != 0) fail(piece.value, why), file.has_failed = true;
-    if (++file.num_ended < num_pieces_of(values_.sizes[piece.value]) || file.has_failed) return;
+    if (++file.num_ended < num_to_move(piece.value) || file.has_failed) return;
     if (const int32_t problem = finish(piece.value)) fail(piece.value, problem);
   }
 
@@ -216,14 +220,16 @@ class Writing final : public ValuesWork {
 
   File &of(int64_t value) { return files_[value - first_]; }
 
+  int64_t in_whole_pages(int64_t value) const { return values_.sizes[value] & -kPageBytes; }
+  int64_t num_to_move(int64_t value) const { return num_pieces_of(in_whole_pages(value)); }
+
   // Makes a file with all of its room, so that its pieces can be written at the same time.
   bool open(int64_t value) {
     File &file = of(value);
     int64_t none = 0;
     const int flags = O_WRONLY | O_CREAT | O_EXCL;
     int32_t why = open_directly(file.name.c_str(), flags, &file.file, &none);
-    const int64_t room = in_pages(values_.sizes[value]);
-    if (why == 0) why = reserve(file.file, room);
+    if (why == 0) why = reserve(file.file, values_.sizes[value]);
     if (why != 0) fail(value, why);
     return why == 0;
   }
@@ -237,7 +243,8 @@ class Writing final : public ValuesWork {
     return failed == 0 ? 0 : errno;
   }
 
-  // Adds a piece to the sum before it is written; completes the header before the first one is.
+  // Adds a piece to the sum before it is written, with the last one what follows it; completes the
+  // header before the first one is.
   void seal(int64_t value, int64_t number, int64_t count) {
     const char *start = values_.start(value);
     if (start == nullptr) return;
@@ -246,20 +253,29 @@ class Writing final : public ValuesWork {
     const int64_t bytes = values_.sizes[value];
     if (file.num_given == 1) std::memcpy(memory, start, kSummedOfHeader);
     if (number > 0 || count == 1) {
-      file.sum.add_until(memory, std::min((number + 1) * kDirectPieceBytes, bytes), bytes);
+      const int64_t end = number == count - 1 ? bytes : (number + 1) * kDirectPieceBytes;
+      file.sum.add_until(memory, end, bytes);
     }
     if (number == 0) set_header(memory, start, file.sum.digest());
   }
 
   int32_t finish(int64_t value) {
     File &file = of(value);
-    int32_t why = ftruncate(file.file, values_.sizes[value]) == 0 ? 0 : errno;
+    int32_t why = write_rest(file.file, value);
     futimens(file.file, nullptr);  // both times are when it is whole, however long it took
     if (close(file.file) != 0 && why == 0 && errno != EINTR) why = errno;
     file.file = -1;
     if (why == 0) why = link_to(file.name.c_str(), values_.paths[value]);
     unlink(file.name.c_str());
     return why == EEXIST ? 0 : why;
+  }
+
+  // Writes what does not fill a page.
+  int32_t write_rest(int file, int64_t value) {
+    const int64_t at = in_whole_pages(value), bytes = values_.sizes[value] - at;
+    if (bytes == 0) return 0;
+    if (fcntl(file, F_SETFL, 0) != 0) return errno;  // no more O_DIRECT
+    return write_piece(file, memory_of(value) + at, bytes, at);
   }
 
   const int64_t first_;

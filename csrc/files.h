@@ -41,6 +41,16 @@ inline int32_t open_regular(const char *path, int flags, int *file, int64_t *byt
   return why;
 }
 
+inline int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
+  while (bytes > 0) {
+    const ssize_t done = pwrite(file, from, bytes, at);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return errno;
+    from += done, at += done, bytes -= done;
+  }
+  return 0;
+}
+
 // Gives a whole file its name, and makes the directory for it at its first use.
 inline int32_t link_to(const char *temporary, const char *path) {
   // A link and not a rename, which would replace what is stored.

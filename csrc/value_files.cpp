@@ -25,7 +25,7 @@
 #include "direct_values.h"
 #include "files.h"
 
-using pds::are_values, pds::each_of, pds::link_to, pds::open_file;
+using pds::are_values, pds::each_of, pds::link_to, pds::open_file, pds::write_piece;
 using pds::kHeaderBytes, pds::kPieceBytes, pds::kSummedOfHeader, pds::Sum;
 
 namespace {
@@ -78,16 +78,6 @@ int32_t read_path(const char *path, char *to, int64_t bytes) {
   }
   close(file);
   return why;
-}
-
-int32_t write_piece(int file, const char *from, int64_t bytes, int64_t at) {
-  while (bytes > 0) {
-    const ssize_t done = pwrite(file, from, bytes, at);
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) return errno;
-    from += done, at += done, bytes -= done;
-  }
-  return 0;
 }
 
 // Completes the header in memory if there is a start; writes the payload, and then the header.

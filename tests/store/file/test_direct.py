@@ -90,17 +90,21 @@ def test_reads_leave_the_page_cache_as_it_is(direct):
         os.close(file)
 
 
-def test_what_the_library_seals_is_read_and_verified(disk, library):
+@pytest.mark.parametrize("size", [65, 4096, 4097, MIB, MIB + 64, 2 * MIB + 4096 + 64])
+@pytest.mark.parametrize("way", ["io_uring", "threads"])
+def test_what_the_library_seals_is_read_and_verified(disk, library, way, size):
     bench = SwapBench(library, "cpu")
-    with contextlib.closing(bench.swap), contextlib.closing(direct_store(disk, "io_uring")) as pool:
+    with contextlib.closing(bench.swap), contextlib.closing(direct_store(disk, way)) as pool:
         keys = fresh_keys(3)
-        slots = filled_slots([content(key, MIB + 64) for key in keys])
+        slots = filled_slots([content(key, size) for key in keys])
         starts = bytes(START_BYTES) * 3
         assert pool.put_sealed(keys, slots, starts, bench.swap.engine) == 3
         assert pool.get_right(keys, slots, starts, bench.swap.engine) == 3
         with path_of(pool, keys[1]).open("r+b") as file:
-            file.seek(MIB)
-            file.write(b"?!")
+            file.seek(-1, os.SEEK_END)
+            [last] = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
         assert pool.get_right(keys, slots, starts, bench.swap.engine) == 0
 
 
