@@ -168,9 +168,7 @@ class FilePool(Pool):
         left = (self._root / "tmp").glob("*")
         found = [f"value {path.name}" for path in values]
         found += [f"temporary file {path}" for path in left]
-        num_bells = len(list((self._root / "bells").glob("*")))
-        if num_bells > num_stores:
-            found.append(f"{num_bells} bells of {num_stores} open stores")
+        found += [f"pipe {path.name}" for path in (self._root / "bells").glob("*")]
         return found
 
 

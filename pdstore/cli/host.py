@@ -16,13 +16,14 @@ from pdstore.native.library import load_library
 from pdstore.settings import Settings, setting_warnings
 from pdstore.status.server import settings_of
 from pdstore.store.connect import place_of
+from pdstore.store.file.mount import mount_of
 from pdstore.store.url import Reach, urls_in, without_secret
 from pdstore.telemetry.spans import REMEDY, why_not_received
 
 _FEW_FILES = 1024
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 MOUNTS = Path("/proc/self/mountinfo")
-_HUGE = ("always", "within_size")
+_HUGE = frozenset({"huge=always", "huge=within_size"})
 _MOUNT = "mount -t tmpfs -o huge=always,size=70G tmpfs /mnt/pool, then shm://...&dir=/mnt/pool"
 _MOUNT_OF_FILES = (  # with huge=always a marker of 64 bytes takes 2 MiB
     "mount -t tmpfs -o huge=within_size,size=40G,mode=0700 tmpfs /mnt/pool, then"
@@ -196,35 +197,14 @@ def check_pages(path: Path, mounts: str, num_gpus: int, *, is_arena: bool) -> It
     if is_arena:
         cost = "a GPU registers the arena more slowly"
         remedy = _MOUNT
-    found = _tmpfs_of(path, mounts)
-    if found is None:
+    found = mount_of(path, mounts)
+    if found.kind != "tmpfs":
         if is_arena:
             message = f"{path.parent} is no tmpfs: it is not known if it has huge pages"
             yield info("huge pages", message)
         return
-    point, is_huge = found
-    if is_huge:
-        yield ok("huge pages", f"the tmpfs at {point} gives huge pages")
+    if found.options & _HUGE:
+        yield ok("huge pages", f"the tmpfs at {found.point} gives huge pages")
         return
-    message = f"the tmpfs at {point} gives no huge pages: {cost}"
+    message = f"the tmpfs at {found.point} gives no huge pages: {cost}"
     yield warn("huge pages", message, remedy) if num_gpus else info("huge pages", message)
-
-
-def _tmpfs_of(path: Path, mounts: str) -> tuple[Path, bool] | None:
-    """Returns the tmpfs that a path is in, and whether it gives huge pages; None if in no tmpfs.
-
-    A path belongs to the mount at the nearest directory above it. If that directory has several
-    mounts, the path belongs to the last of them.
-    """
-    nearest = Path()
-    kind = ""
-    options = ""
-    for line in mounts.splitlines():
-        here, _, there = line.partition(" - ")
-        point = Path(here.split()[4])
-        if path.is_relative_to(point) and len(point.parts) >= len(nearest.parts):
-            nearest = point
-            kind, _, options = there.split(maxsplit=2)
-    if kind != "tmpfs":
-        return None
-    return nearest, any(f"huge={wanted}" in options.split(",") for wanted in _HUGE)

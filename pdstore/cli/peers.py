@@ -1,4 +1,9 @@
-"""Compares the pools and namespaces that P and D report: they must be the same."""
+"""Compares the pools and namespaces that P and D report: they must be the same.
+
+The client is urllib's. httpx would save about 3 of the 28 lines that ask, since it has no timeout
+for a whole answer either; it takes 63 ms and six packages, and without proxies ignores
+SSL_CERT_FILE.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""StoreURL: the parts of a store URL. Place: where a store's values are, as its URL tells."""
+"""StoreURL: the parts of a store URL. Place: where a store's values are, as its URL tells.
+
+Seconds are parsed here: the library pytimeparse2 would save 6 of 27 lines, while pydantic and the
+libraries pytimeparse and durationpy do not read a plain `5`.
+"""
 
 from __future__ import annotations
 

@@ -222,6 +222,7 @@ MOUNTS = """\
 25 22 0:23 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,inode64
 30 22 0:30 / /mnt/pool rw - tmpfs tmpfs rw,size=73400320k,huge=always
 31 22 0:31 / /mnt/pool/advised rw - tmpfs tmpfs rw,huge=advise
+32 22 0:32 / /mnt/my\\040pool rw - tmpfs tmpfs rw,huge=always
 """
 
 
@@ -230,6 +231,7 @@ MOUNTS = """\
     ("remedy", "path", "num_gpus", "level"),
     [
         ("huge=always", "/mnt/pool/pdstore-0-pool", 2, Level.OK),
+        ("huge=always", "/mnt/my pool/pdstore-0-pool", 2, Level.OK),
         ("huge=always", "/mnt/pool/advised/pdstore-0-pool", 2, Level.WARN),
         ("huge=always", "/dev/shm/pdstore-0-pool", 2, Level.WARN),
         ("huge=always", "/dev/shm/pdstore-0-pool", 0, Level.INFO),

@@ -35,7 +35,7 @@ _ABANDONED_NS = 600 * 10**9  # an unfinished value that is older has no writer a
 _NO_FOLDER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _VALUE = re.compile("pds1:.+")
 _UNFINISHED = re.compile("[0-9]+-[0-9a-f]{16}-[0-9]+(-[0-9]+)?(:[01])?")
-_PIPE = re.compile(r"\.?[0-9a-z]+-[0-9]+-[0-9a-f]{8}")
+_PIPE = re.compile(r"\.?[0-9a-z]+-[0-9]+-[0-9a-f]{8}")  # of earlier versions
 _OF_MOUNTS = (".nfs", ".fuse_hidden")  # deleted files that a process of this host has open
 _NOT_OURS = frozenset({"lost+found"})  # a new file system may contain it
 

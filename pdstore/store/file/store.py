@@ -103,7 +103,7 @@ class FileStore(Store):
             self._mount = mount_of(root)  # after its first use, which may have mounted it
             if direct is not None:
                 direct.check(root, self._mount, self._directory.temporary())
-            self._bell = Bell(root, self._directory.clock.now_ns)
+            self._bell = Bell(root)
             self._path_of = lru_cache(_MAX_PATHS)(self._directory.path)
             self._directory.sweep()
             self._evictor = Evictor(self._directory, budget, lease_s, handoff_ttl_s, clock)
