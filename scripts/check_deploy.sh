@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the files of deploy/ against the schemas of the programs that read them.
-# PATH has hadolint, check-jsonschema and kubernetes-validate (extra `dev`); kubectl and
+# PATH has hadolint, check-jsonschema and kubernetes-validate (group `dev`); kubectl and
 # systemd-analyze come with the system, and where they are missing a line says what was not checked.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../deploy"
