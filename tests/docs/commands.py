@@ -43,7 +43,6 @@ RUN_BY = {
     "python -m pdstore doctor --store sqlite:*": (
         f"{_EXAMPLES}/test_store_plugin.py::test_doctor_tries_it_by_its_url"
     ),
-    "python -m pdstore.sizing *": "tests/cli/test_documented.py::test_a_pages_sizes_are_computed",
     "pdstore *": "tests/cli/test_documented.py::test_a_command_of_a_page_runs",
     "export *": f"{TESTED_HERE}::test_a_variable_of_a_page_is_one",
     "(umask 077; openssl rand -hex 32 > seal.key)": f"{TESTED_HERE}::test_the_key_of_a_page_is_one",
