@@ -119,7 +119,7 @@ docs: setup ## The documents as a site, in site/index.html; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup ## How fast keys are computed and blocks put and got
-	@$(BIN)/python -m benchmarks.keys && $(BIN)/pdstore bench --store file:///dev/shm/pdstore-bench
+	@$(BIN)/python -m benchmarks.keys && $(BIN)/pdstore bench --store file:///dev/shm/pdstore-bench-$$$$
 
 bench-handoff: setup ## What a client waits for between P's answer and D's first token, on the CPU
 	@$(BIN)/python -m benchmarks.handoff --cpu --stores file shm redis --tokens 1024 --rounds 1 \

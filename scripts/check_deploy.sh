@@ -16,6 +16,7 @@ quietly() {
 }
 
 quietly hadolint Dockerfile
+quietly check-jsonschema --builtin-schema vendor.github-workflows ../.github/workflows/*.yml
 for file in compose*.yaml; do # without compose's own tags, which say how two files are joined
     sed -E 's/: !(reset|override) /: /' "$file" >"$scratch/$file"
 done

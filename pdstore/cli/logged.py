@@ -58,11 +58,12 @@ def explain_request(url: str | None, request: str, logs: Sequence[str]) -> Answe
     entries = _entries_of(request, logs)
     handoffs = sorted({entry.handoff for entry in entries if entry.handoff})
     markers, problems = _markers_of(url, handoffs) if handoffs else ({}, [])
-    rows = [[e.file, e.request_id, *(f"{n:,}" for n in e.counts), e.rest[2:]] for e in entries]
+    rows = [[e.file, e.request_id, *(f"{n:,}" for n in e.counts)] for e in entries]
     reasons = list(dict.fromkeys(entry.reason for entry in entries if entry.reason))
     shown: list[RenderableType] = [
         Text(f"request {entries[0].request_id}", "bold"),
-        table(["log", "id", ">tokens", *(f">{name}" for name in _COUNTS[1:]), "times"], rows),
+        table(["log", "id", ">tokens", *(f">{name}" for name in _COUNTS[1:])], rows),
+        *(f"{e.file}: {e.rest[2:]}" for e in entries if e.rest),
     ]
     shown += [f"→ {r.value}: {ADVICE[r].means}. Look at {ADVICE[r].look_at}" for r in reasons]
     if not reasons:

@@ -33,6 +33,9 @@ def place(tmp_path):
     store = open_store(f"file://{tmp_path}/pool", read_settings())
     read_pool_id(store)
     store.close()
+    handoff = "request cmpl-7: hand-off none, 9 tokens (0 matched, 0 loaded, 9 computed, 9 saved)"
+    for name in ("p.log", "d.log"):
+        (tmp_path / name).write_text(f"INFO {handoff}\n")
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [0, 1]}\n' * 3)
     return tmp_path
 

@@ -136,6 +136,14 @@ def _shown(cell: Cell) -> str:
     return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
 
 
+def _percentiles_ms(seconds: Sequence[float]) -> tuple[Cell, Cell]:
+    """Returns the 50th and the 99th percentile; blanks for a single measurement."""
+    if len(seconds) < 2:
+        return "", ""
+    percentiles = quantiles(seconds, n=100)
+    return percentiles[49] * 1e3, percentiles[98] * 1e3
+
+
 def _check_all(done: int, wanted: int, verb: str) -> None:
     """Raises ConfigError if a store has not moved all values: then nothing can be measured."""
     if done < wanted:
@@ -155,9 +163,7 @@ def _measure_match(store: Store, rounds: int) -> list[Cell]:
         seconds = [seconds_of(lambda: store.match(keys)) for _ in range(rounds)]
     finally:
         store.remove(keys)
-    percentiles = quantiles(seconds, n=100)
-    blank = [""] * 5
-    return [f"{_MATCH_KEYS} keys", "match", *blank, percentiles[49] * 1e3, percentiles[98] * 1e3]
+    return [f"{_MATCH_KEYS} keys", "match", *[""] * 5, *_percentiles_ms(seconds)]
 
 
 def _measure(case: _Case, name: str, rounds: int) -> list[list[Cell]]:
@@ -174,10 +180,10 @@ def _measure(case: _Case, name: str, rounds: int) -> list[list[Cell]]:
         raw_rate, rate = num_bytes / median(raw), num_bytes / median(ours)
         ideal = 1 / (1 / raw_rate + 1 / checksum)
         alone_ratio = median(raw) / median(alone) if alone else ""
-        percentiles = [p * 1e3 for p in quantiles(ours, n=100)] if len(ours) > 1 else [0.0] * 99
+        p50, p99 = _percentiles_ms(ours)
         rates = (raw_rate, checksum, rate, rate / ideal, alone_ratio)
         label = f"{name} x {case.num_values}"
-        rows.append([label, verb, *rates, percentiles[49], percentiles[98]])
+        rows.append([label, verb, *rates, p50, p99])
     return rows
 
 
@@ -217,9 +223,7 @@ def _turn(
 
     def get() -> None:
         _check_all(store.get(keys, slots), len(keys), "gave back")
-        for i, header in enumerate(headers):
-            if block.verify(slots.value(i), header) is not None:
-                raise BadValue("a value came back changed: run `pdstore doctor`")
+        _verify_all(slots, headers)
 
     seconds: dict[Callable[[], object], float] = {}
     ways: list[Callable[[], object]] = [
@@ -239,6 +243,12 @@ def _turn(
         store.remove(keys)
         raw.remove(keys)
     return [seconds[way] for way in ways]
+
+
+def _verify_all(slots: Slots, headers: Sequence[block.Header]) -> None:
+    for i, header in enumerate(headers):
+        if block.verify(slots.value(i), header) is not None:
+            raise BadValue("a value came back changed: run `pdstore doctor`")
 
 
 def _header(size: int, prefix_hash: bytes) -> block.Header:
