@@ -98,12 +98,13 @@ def _entries_of(request: str, logs: Sequence[str]) -> list[_Entry]:
     exact = [entry for entry in named if entry.request_id == request]
     handoffs = {entry.handoff for entry in exact or named} - {None}
     ids = {entry.request_id for entry in exact or named}
+    meant = {entry.handoff or entry.request_id for entry in exact or named}
     if not ids:
         raise ConfigError(
             f"no line of {', '.join(logs)} is of a request with {request!r} in its id; each"
             " instance logs one at INFO when the request has ended"
         )
-    if len(ids) > 1 and len(handoffs) != 1:
+    if len(ids) > 1 and len(meant) > 1:
         some = ", ".join(sorted(ids)[:4])
         raise ConfigError(f"{len(ids)} requests have {request!r} in their ids: {some}")
     return [e for e in _entries(logs) if e.request_id in ids or e.handoff in handoffs]
