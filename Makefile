@@ -124,7 +124,7 @@ docs: setup ## The documents as a site, in site/index.html; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup ## How fast keys are computed and blocks put and got
-	@$(BIN)/python -m benchmarks.keys && $(BIN)/python -m benchmarks.stores
+	@$(BIN)/python -m benchmarks.keys && $(BIN)/pdstore bench --store file:///dev/shm/pdstore-bench-$$$$
 
 bench-handoff: setup ## What a client waits for between P's answer and D's first token, on the CPU
 	@$(BIN)/python -m benchmarks.handoff --cpu --stores file shm redis --tokens 1024 --rounds 1 \
@@ -139,7 +139,8 @@ release: .venv-release/.stamp ## Build and check the sources and the wheels (PRO
 $(VENV)/.stamp: pyproject.toml integrations/lmcache/pyproject.toml constraints.txt | packages
 	$(call make_venv,$(VENV))
 	@$(BIN)/pip install $$([ -t 1 ] || echo -qq) $(PIP_ARGS) -c constraints.txt \
-	  -e '.[redis,$(MOONCAKE),seal,cli,otel,lmcache,examples,test,dev,docs]' -e integrations/lmcache
+	  -e '.[redis,$(MOONCAKE),seal,cli,otel,lmcache,router]' -e integrations/lmcache \
+	  $(addprefix --group ,examples test dev docs)
 	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels sglang==$(SGLANG) \
 	  || echo "no wheel of SGLang $(SGLANG) for this Python: the tests with its classes are skipped" >&2
 	@$(BIN)/pip download -qq --no-deps --only-binary :all: --dest $(VENV)/wheels lmcache==$(LMCACHE) \
@@ -149,16 +150,17 @@ $(VENV)/.stamp: pyproject.toml integrations/lmcache/pyproject.toml constraints.t
 $(VLLM_VENV)/.stamp: pyproject.toml examples/vllm_env.py | packages
 	$(call make_venv,$(VLLM_VENV))
 	@PIP_ARGS='$(PIP_ARGS)' $(VLLM_BIN)/python examples/vllm_env.py \
-	  -e '.[redis,mooncake-cpu,seal,cli,otel,vllm,proxies,examples,test]'
+	  -e '.[redis,mooncake-cpu,seal,cli,otel,vllm,router]' \
+	  $(addprefix --group ,proxies examples test)
 	@touch $@
 
 .venv-release/.stamp: pyproject.toml | packages
 	$(call make_venv,.venv-release)
-	@.venv-release/bin/pip install -qq --upgrade pip
 	@.venv-release/bin/pip install --no-compile $$([ -t 1 ] || echo -qq) $(PIP_ARGS) --group release
 	@touch $@
 
 define make_venv
 @echo "setting up $(1): a few minutes, once" >&2
 @$(PYTHON) -m venv $(1)
+@$(1)/bin/pip install -qq --no-compile 'pip>=25.1' # the first that knows dependency groups
 endef

@@ -67,7 +67,7 @@ def _cbor_hashing(tokens: list[int], size: int) -> Callable[[], object]:
     try:
         from cbor2 import dumps
     except ImportError as error:
-        raise MissingExtra("the comparison needs cbor2: pip install 'pdstore[bench]'") from error
+        raise MissingExtra("the comparison needs cbor2: pip install --group bench") from error
 
     def hash_all() -> None:
         parent = b""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from pdstore.cli.bench.stores import machine as machine
+from pdstore.cli.bench.stores import seconds_of as seconds_of
 
 Cell = float | int | str
 
@@ -38,23 +38,6 @@ class Report:
         return json.dumps(
             {"title": self.title, "machine": machine(), "rows": rows, "notes": self.notes}, indent=1
         )
-
-
-def machine() -> dict[str, str | int]:
-    """Describes the machine that the numbers were measured on."""
-    return {
-        "cpus": os.cpu_count() or 0,
-        "processor": platform.processor() or platform.machine(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def seconds_of(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

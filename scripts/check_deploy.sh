@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks the files of deploy/ against the schemas of the programs that read them.
-# PATH has hadolint, check-jsonschema and kubernetes-validate (extra `dev`); kubectl and
+# PATH has hadolint, check-jsonschema and kubernetes-validate (group `dev`); kubectl and
 # systemd-analyze come with the system, and where they are missing a line says what was not checked.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../deploy"
@@ -16,6 +16,7 @@ quietly() {
 }
 
 quietly hadolint Dockerfile
+quietly check-jsonschema --builtin-schema vendor.github-workflows ../.github/workflows/*.yml
 for file in compose*.yaml; do # without compose's own tags, which say how two files are joined
     sed -E 's/: !(reset|override) /: /' "$file" >"$scratch/$file"
 done

@@ -6,7 +6,7 @@
 #
 # A wheel has the CPU form of libpdstore, compiled against glibc 2.28 with its C++ library inside
 # (csrc/manylinux.cmake); where nvcc is installed, the form for GPUs is built at first use.
-# PYTHON has the packages of the extra `release`.
+# PYTHON has the packages of the dependency group `release`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tries a wheel in an environment that has nothing else, by the lines of README.md: the extras that
-# it installs, its Python block, `pdstore doctor` over each kind of pool, and the router.
+# it installs, its Python block, `pdstore doctor` over each kind of pool, `size`, `bench` and the router.
 #
 #   scripts/try_wheel.sh WHEEL [WHEEL]...    pdstore's wheel first; others are installed and imported
 #
@@ -77,6 +77,10 @@ for pool in "${pools[@]}"; do
     printf '\n=== pdstore doctor, %s\n' "${pool%%:*}"
     PD_TRANSFER_VIA_STORAGE=1 PDSTORE_STORE=$pool pdstore doctor
 done
+
+printf '\n=== pdstore size, pdstore bench\n'
+pdstore size --gpu H100 >size.txt && head -3 size.txt
+pdstore bench --rounds 1 --store "shm://try_wheel_$$?size=1GiB"
 
 printf '\n=== pdstore-router\n'
 pdstore-router --help | head -1

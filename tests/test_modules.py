@@ -35,7 +35,9 @@ DOORS = {
     "multiprocessing": [],
     "ctypes": [*(f"native.{name}" for name in ("library", "engine", "arena"))],
     "redis": [
-        f"store.redis.{name}" for name in ("store", "connection", "cluster", "remedies", "server")
+        *(f"store.redis.{name}" for name in ("store", "connection", "cluster")),
+        *("store.redis.remedies", "store.redis.server"),
+        "cli.bench.raw",  # the plain client, to compare the store with
     ],
     "mooncake": ["store.mooncake.library"],
     "vllm": [f"adapters.vllm.{name}" for name in VLLM_FILES],

@@ -40,6 +40,18 @@ def test_the_changelog_begins_with_what_is_unreleased_and_then_names_this_versio
     assert pdstore.__version__ in headings[1]
 
 
+def test_a_wheel_has_no_extra_that_only_a_checkout_needs():
+    """Those are dependency groups, which no index publishes; `make setup` installs them."""
+    project = (ROOT / "pyproject.toml").read_text()
+    extras, groups = project.split("[dependency-groups]")
+    for name in ("examples", "proxies", "test", "bench", "docs", "dev", "release"):
+        assert not re.search(rf"^{name} = \[", extras, flags=re.MULTILINE), name
+        assert re.search(rf"^{name} = \[", groups, flags=re.MULTILINE), name
+    makefile = (ROOT / "Makefile").read_text()
+    for names in ("examples test dev docs", "proxies examples test"):
+        assert f"$(addprefix --group ,{names})" in makefile
+
+
 def test_importing_the_package_loads_no_torch():
     code = "import pdstore, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

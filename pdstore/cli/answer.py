@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ByteSize
@@ -17,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdstore.cli.output import printable, writing_to
+from pdstore.cli.output import flushed_output, printable
 from pdstore.format.keys import Json
 
 _WIDE = 200
@@ -37,23 +36,20 @@ class Answer:
     status: int = 0
 
 
-def emit(answer: Answer, target: str | None) -> None:
-    """Prints an answer for people, or writes it as JSON to `target`; `-` is standard output.
+def emit(answer: Answer, *, is_json: bool) -> None:
+    """Prints an answer for people, or as one JSON document.
 
-    Raises ConfigError if it cannot be written.
+    Raises ConfigError if standard output cannot be written.
     """
-    text = json.dumps(answer.document, indent=1) + "\n"
-    with writing_to(target):
-        if target is None:
-            console = Console(highlight=False)
-            if not console.is_terminal:  # a pipe has no width at which to fold
-                console.width = _WIDE
-            for part in answer.shown:
-                console.print(_as_it_is(part))
-        elif target == "-":
-            sys.stdout.write(text)
-        else:
-            Path(target).write_text(text)
+    with flushed_output():
+        if is_json:
+            sys.stdout.write(json.dumps(answer.document, indent=1) + "\n")
+            return
+        console = Console(highlight=False)
+        if not console.is_terminal:  # a pipe has no width at which to fold
+            console.width = _WIDE
+        for part in answer.shown:
+            console.print(_as_it_is(part))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> Table:

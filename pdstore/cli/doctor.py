@@ -75,7 +75,7 @@ def check_store(settings: Settings, shape: ModelShape | None, num_gpus: int) -> 
     """
     place = place_of(settings.store, settings)
     missing = place.missing_path
-    with _opened(settings, place) as plain:
+    with opened(settings, place) as plain:
         if "store" not in settings.model_fields_set:
             yield info("PDSTORE_STORE", f"{plain.label} (not set: the default)")
         for tier in tiers_of(plain):
@@ -106,7 +106,7 @@ def _check_pages_of(place: Place, num_gpus: int) -> Iterator[Finding]:
 
 
 @contextlib.contextmanager
-def _opened(settings: Settings, place: Place) -> Iterator[Store]:
+def opened(settings: Settings, place: Place) -> Iterator[Store]:
     """Opens the store; if that would settle a new pool's size, one that is removed at the end."""
     is_trial = place.missing_path is not None and place.trial_url is not None
     url = place.trial_url if is_trial and place.trial_url else settings.store

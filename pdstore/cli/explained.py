@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, takewhile
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from rich.console import RenderableType
@@ -16,14 +14,14 @@ from pdstore.cli.answer import Answer, table
 from pdstore.cli.listing import NamespaceUse, OpenPool, StoredKey, open_pool, survey
 from pdstore.cli.output import age
 from pdstore.cli.peers import losses_at
-from pdstore.errors import BadValue, ConfigError, MissingExtra, StoreError
+from pdstore.cli.prompts import Prompt
+from pdstore.errors import BadValue, StoreError
 from pdstore.format.keys import BlockKey, Json, Namespace, PromptKeys
 from pdstore.store.base import Store, stored_among
 from pdstore.store.optional import FindsKeys, StoredValue, num_evicted
 from pdstore.store.tiers.promotion import Prospect, prospect_of
 
 _ROWS = 12
-_MAX_ID = (1 << 31) - 1
 
 
 class Cover(NamedTuple):
@@ -150,6 +148,7 @@ def explain(
     prompt: str | None = None,
     model: str | None = None,
     ids: str | None = None,
+    chat: str | None = None,
     namespace: str = "",
     cache_salt: str = "",
     peers: Sequence[str] = (),
@@ -158,15 +157,14 @@ def explain(
 
     All namespaces of the pool are tried, because P may have saved the prompt in another than D's.
 
-    prompt: text for the tokenizer in the directory `model`. ids: token ids instead of a
-      text, or the path of a file with token ids.
+    prompt, model, ids, chat: as the fields of `Prompt`.
     namespace: first digits of the namespace to look in; empty takes the namespace that has most of
       the prompt.
     peers: URLs of the status pages of instances, whose requests that lost what they had found are
       told: what is in the pool now need not be what it had when a request was served.
     Raises ConfigError for an invalid prompt or a URL without such a page, and StoreError.
     """
-    token_ids = _ids_of(ids) if ids is not None else _tokens_of(prompt, model)
+    token_ids = Prompt(prompt, model, ids, chat).token_ids()
     with open_pool(url) as pool:
         label = pool.store.label
         stored = {value.key: value for value in pool.listed_values()}
@@ -270,35 +268,6 @@ def _places_of(cover: Cover, names: Sequence[str]) -> list[str]:
             shown.append(f"{what}: in no tier whole")
         first = last + 1
     return shown
-
-
-def _tokens_of(prompt: str | None, model: str | None) -> list[int]:
-    if prompt is None or model is None:
-        raise ConfigError("give --ids 1,2,3 (or a file of them), or a PROMPT and its --model")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingExtra(
-            "a PROMPT needs a tokenizer: pip install transformers, or give --ids"
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:  # the error's text has many lines
-        raise ConfigError(
-            f"no tokenizer in {model}: give the model's directory by --model, or --ids"
-        ) from error
-    return cast("list[int]", tokenizer(prompt)["input_ids"])
-
-
-def _ids_of(text: str) -> list[int]:
-    try:
-        listed = text if set(text) <= set("0123456789, []") else Path(text).read_text()
-        found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
-    if not found or not all(type(each) is int and 0 <= each <= _MAX_ID for each in found):
-        raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
-    return cast("list[int]", found)
 
 
 def _keys_of(pool: OpenPool, use: NamespaceUse, cache_salt: str) -> PromptKeys:

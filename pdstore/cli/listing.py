@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdstore.cli.answer import Answer, muted, size, table
 from pdstore.cli.output import age, counted
+from pdstore.cli.progress import scanned
 from pdstore.errors import BadValue, ConfigError, Reason, StoreError, reason_of
 from pdstore.format import block
 from pdstore.format.block import Header
@@ -81,7 +82,8 @@ class OpenPool(NamedTuple):
             lists = tier.optional(ListsValues)
             values: list[StoredValue] = []
             try:
-                values = list(lists.stored_values(prefix)) if lists is not None else []
+                if lists is not None:
+                    values = list(scanned(lists.stored_values(prefix), f"values of {tier.label}"))
             except StoreError as error:
                 if number == 0:  # without the first tier, the pool is down
                     raise

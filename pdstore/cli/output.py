@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdstore.errors import ConfigError
+
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(f"([0-9]+(?:[.][0-9]+)?) *({'|'.join(_SECONDS)})")
 
 
 def printable(text: str) -> str:
@@ -24,11 +28,10 @@ def drop_output() -> None:
 
 
 @contextmanager
-def writing_to(target: str | None) -> Iterator[None]:
-    """Flushes standard output after what is written inside.
+def flushed_output() -> Iterator[None]:
+    """Flushes standard output after what is printed inside.
 
-    target: the file that is written; None or `-` is standard output. Raises ConfigError if it
-    cannot be written; BrokenPipeError if the reader of standard output has ended.
+    Raises ConfigError if it cannot be written; BrokenPipeError if its reader has ended.
     """
     try:
         yield
@@ -36,16 +39,24 @@ def writing_to(target: str | None) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        if target in (None, "-"):
-            drop_output()
-        raise ConfigError(
-            f"cannot write {target or 'standard output'}: {error.strerror}"
-        ) from error
+        drop_output()
+        raise ConfigError(f"cannot write standard output: {error.strerror}") from error
 
 
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: `1 value`, `1,200 values`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def seconds_of(text: str, option: str) -> float:
+    """Returns a duration such as `90s`, `30min`, `12h` or `7d` in seconds.
+
+    option: what the user gave it to. Raises ConfigError if it is none.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{option} {text!r} is no duration: write one like 90s, 30min, 12h or 7d")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def age(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The command `python -m pdstore.sizing`: prints a model's sizes, or where tiers pay.
+"""The command `pdstore size`: prints a model's sizes, or where tiers pay.
 
 With the config.json of a model it prints the size of its KV and the bandwidth above which loading
 it beats computing it. Without one it prints for published models and for disks of several rates
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape = replace(shape, active_params=asked.params)
         return _print_break_even(shape, asked)
     except ConfigError as error:
-        print(f"pdstore.sizing: {error}", file=sys.stderr)
+        print(f"pdstore size: {error}", file=sys.stderr)
         return 2
 
 
@@ -74,7 +74,7 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
     _print_shape(shape, kv_bytes)
     verdict = f"   at {asked.bandwidth:g} GB/s" if asked.bandwidth else ""
     computed = f"compute on {machine.num_gpus} {machine.gpu}"
-    print(f"{'prompt':>7}  {'KV':>9}  {computed:>18}  {'break-even':>11}{verdict}")
+    print(f"{'prompt':>7}  {'KV':>10}  {computed:>18}  {'break-even':>11}{verdict}")
     for row in rows:
         if asked.bandwidth:
             read_s = row.kv_bytes / (asked.bandwidth * _GB)
@@ -82,7 +82,7 @@ def _print_break_even(shape: ModelShape, asked: argparse.Namespace) -> int:
             if read_s < row.compute_s:
                 verdict = f"   read, {read_s:.3g} s"
         print(
-            f"{row.num_tokens:7,}  {row.kv_bytes / _GB:6.3g} GB  {row.compute_s:16.3g} s"
+            f"{row.num_tokens:7,}  {row.kv_bytes / 2**30:6.3g} GiB  {row.compute_s:16.3g} s"
             f"  {row.bytes_per_s / _GB:6.3g} GB/s{verdict}"
         )
     print(
@@ -136,7 +136,7 @@ def _print_tiers(asked: argparse.Namespace) -> int:
 def _print_shape(shape: ModelShape, kv_bytes: int) -> None:
     print(
         f"{shape.name}: {kv_bytes / 1024:.4g} KiB of KV a token,"
-        f" {kv_bytes * 1e6 / _GB:.3g} GB a million; {shape.active_params / 1e9:.3g} B parameters"
+        f" {kv_bytes * 1e6 / 2**30:.3g} GiB a million; {shape.active_params / 1e9:.3g} B parameters"
         " active"
     )
     if shape.state_bytes:
@@ -147,7 +147,7 @@ def _print_shape(shape: ModelShape, kv_bytes: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pdstore.sizing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pdstore size", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("config", nargs="?", help="a model's config.json, or its directory")
@@ -159,5 +159,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-element-bytes", type=int, help="bytes of an element of KV; 1 for fp8")
     add("--params", type=float, help="active parameters, such as 37e9")
     add("--bandwidth", type=float, help="the store's, or the tier's, GB/s; prints what is faster")
-    add("--json", action="store_true")
+    add("--json", action="store_true", help="print one JSON document")
     return parser

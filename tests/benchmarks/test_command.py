@@ -44,7 +44,6 @@ def test_ctrl_c_is_no_traceback():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["benchmarks.stores", "--directory", "/nowhere"], "/nowhere"),
         (["benchmarks.swap.bench"], "GPU"),
     ],
 )

@@ -162,7 +162,7 @@ PLUGIN = Path(__file__).parents[2] / "examples" / "store_plugin"
 
 def test_one_namespace_goes_and_the_other_stays(filled, prompts):
     gone, kept = (keys.namespace.hex for keys in prompts)
-    document = run_json("purge", "--namespace", gone[:8], "--store", filled)
+    document = run_json("purge", "--namespace", gone[:8], "--yes", "--store", filled)
     assert (document["namespace"], document["num_values"], document["cleared"]) == (gone, 3, True)
     assert namespaces(filled) == {kept}
 
@@ -177,7 +177,7 @@ def test_a_rehearsal_forgets_nothing(filled, prompts):
 @pytest.mark.parametrize("beginning", ["", "xyz", "g" * 32])
 def test_no_namespace_or_several_are_refused(filled_file, prompts, beginning):
     with pytest.raises(ConfigError, match="namespace"):
-        clear(filled_file, beginning, is_rehearsal=False)
+        clear(filled_file, beginning, is_rehearsal=False, is_agreed=True)
     assert len(namespaces(filled_file)) == 2
 
 
@@ -200,7 +200,7 @@ def test_a_store_that_cannot_list_is_cleared_by_the_whole_name(sqlite, prompts):
         for keys in prompts:
             save(store, keys)
         gone, kept = (keys.namespace.hex for keys in prompts)
-        ran = run("purge", "--namespace", gone, "--store", sqlite)
+        ran = run("purge", "--namespace", gone, "--yes", "--store", sqlite)
         assert (ran.status, ran.out) == (0, f"forgot all of {gone} in {store.label}\n"), ran.err
         found = [
             store.match(keys.store_keys(keys.namespace.parts, 0, len(keys))) for keys in prompts
@@ -269,7 +269,7 @@ def test_a_draft_is_no_part_of_a_block_and_is_counted_apart(tmp_path):
     put(store, [name], [bytes(value)])
     store.close()
     assert inspect(url, name).document["verdict"].startswith("foreign"), "a block's header"
-    clear(url, plain.hex, is_rehearsal=False)
+    clear(url, plain.hex, is_rehearsal=False, is_agreed=True)
     assert ls(url, "", 0).document["values"] == []
 
 

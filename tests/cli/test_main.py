@@ -24,7 +24,7 @@ def test_an_error_that_a_user_can_mend_is_one_line_and_exit_status_2():
     assert ran.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["doctor", "--url", "x"], ["inspect"]])
+@pytest.mark.parametrize("arguments", [["selftest"], ["doctor", "--url", "x"], ["inspect"]])
 def test_an_unknown_command_or_flag_says_how_to_use_it(arguments, capsys):
     assert main(arguments) == 2
     assert "Usage: pdstore" in capsys.readouterr().err
@@ -64,12 +64,21 @@ def test_a_reader_that_has_seen_enough_is_no_error(filled_file):
 
 def test_every_command_has_a_line_of_help_and_json(capsys):
     commands = typer.main.get_command(app).commands
-    assert set(commands) == {"ls", "du", "inspect", "purge", "doctor", "explain"}
+    names = {"ls", "du", "inspect", "purge", "doctor", "explain", "bench", "size"}
+    assert set(commands) == names
     for name, command in commands.items():
         assert command.help, name
-        assert "json" in {parameter.name for parameter in command.params}, name
         assert main([name, "--help"]) == 0
-    capsys.readouterr()
+        said = capsys.readouterr().out
+        assert "--json" in said
+        assert "--json FILE" not in said, "it takes no word: a pool's URL may follow it"
+
+
+def test_json_takes_no_word_of_what_follows(filled_file, prompts):
+    for words in (["--json", "--store", filled_file], ["--store", filled_file, "--json"]):
+        assert len(run("du", *words).json["namespaces"]) == 2
+    name = prompts[0].namespace.hex
+    assert len(run("ls", "--json", name, "--store", filled_file).json["values"]) == 3
 
 
 def test_the_version_is_told(capsys):
@@ -81,18 +90,13 @@ def test_the_version_is_told(capsys):
 ANSWER = Answer({"a": 1}, [table(["what", ">ms"], [["put", "12"]]), muted("end")])
 
 
-def test_machines_get_json_and_nothing_else(capsys, tmp_path):
-    emit(ANSWER, "-")
+def test_machines_get_json_and_nothing_else(capsys):
+    emit(ANSWER, is_json=True)
     assert json.loads(capsys.readouterr().out) == {"a": 1}
-    path = tmp_path / "answer.json"
-    path.write_text("old" * 100)
-    emit(ANSWER, str(path))
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert capsys.readouterr().out == ""
 
 
 def test_text_that_others_chose_is_no_instruction(capsys):
     chosen = "[/] [red]a[/red] \x1b]0;title\x07 \udcff"
-    emit(Answer({}, [table([""], [[chosen]]), chosen]), None)
+    emit(Answer({}, [table([""], [[chosen]]), chosen]), is_json=False)
     shown = "[/] [red]a[/red] ?]0;title? ?"
     assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [shown, shown]

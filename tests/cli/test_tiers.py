@@ -160,14 +160,14 @@ def test_purge_clears_what_answers_and_says_what_to_do_about_the_rest(half_dead,
     rehearsed = run("purge", "--namespace", one, "--dry-run", "--store", half_dead)
     assert rehearsed.status == 1
     assert SILENT in rehearsed.out
-    ran = run("purge", "--namespace", one, "--store", half_dead)
+    ran = run("purge", "--namespace", one, "--store", half_dead, "--yes")
     assert ran.status == 2
     assert "redis://127.0.0.1:1" in ran.err
     assert "Connection refused" in ran.err
     assert "purge again when it answers" in ran.err
     for keys in keys_in(stack):
         assert not any(key.startswith(prefix_of(one)) for key in keys)
-    unknown = run("purge", "--namespace", "0", "--store", half_dead)
+    unknown = run("purge", "--namespace", "0", "--store", half_dead, "--yes")
     assert SILENT in unknown.err, "what is not found may be there"
 
 
@@ -278,7 +278,7 @@ def test_explain_tells_of_the_purge_that_keeps_blocks_below(stack, prompts):
     other = stack.replace("shm://cli", "shm://other")
     with contextlib.closing(open_store(other, read_settings())) as store:
         save(store, prompts[0])
-    run_json("purge", "--store", stack, "--namespace", namespace)
+    run_json("purge", "--store", stack, "--namespace", namespace, "--yes")
     below = stack.partition(" ")[2].partition("&")[0]
     first = other.partition(" ")[0]
     with (
@@ -321,7 +321,7 @@ def test_explain_of_one_store_names_no_tier(tmp_path, prompts):
 
 def test_purge_reaches_each_tier(stack, prompts):
     one, other = (keys.namespace.hex for keys in prompts)
-    run("purge", "--namespace", one, "--store", stack)
+    run("purge", "--namespace", one, "--store", stack, "--yes")
     for keys in keys_in(stack):
         assert not any(key.startswith(f"pds1:{one}:") for key in keys)
         assert any(other in key for key in keys)
@@ -344,7 +344,7 @@ def test_looking_makes_no_tier(tmp_path, there):
 
 def test_a_purge_is_told_by_the_number_that_it_leaves(stack, prompts):
     namespace = prompts[0].namespace.hex
-    run_json("purge", "--store", stack, "--namespace", namespace)
+    run_json("purge", "--store", stack, "--namespace", namespace, "--yes")
     listed = run_json("ls", "--store", stack, f"purge:{namespace}")
     assert [value["kind"] for value in listed["values"]] == ["purge"] * 2
     inspected = run_json("inspect", "--store", stack, f"pds1:purge:{namespace}:2")
@@ -358,7 +358,7 @@ def test_doctor_tells_of_a_purge_on_another_host(stack, prompts, tmp_path):
     other = stack.replace("shm://cli", "shm://other")
     with contextlib.closing(open_store(other, read_settings())) as store:
         save(store, prompts[0])
-    run_json("purge", "--store", stack, "--namespace", namespace)
+    run_json("purge", "--store", stack, "--namespace", namespace, "--yes")
     told = {}
     for urls in (stack, other):
         document = run_json("doctor", "--store", urls, PD_TRANSFER_VIA_STORAGE="1")

@@ -21,6 +21,9 @@ _EXAMPLES, _SCRIPTS = "tests/examples", "tests/examples/test_scripts.py"
 _PLUGIN = f"{_EXAMPLES}/test_store_plugin.py::test_it_passes_its_own_tests"
 _KNOWS_ITS_OPTIONS = f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
 _MOONCAKES = f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
+_VLLM_ROUTER = (
+    "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
+)
 _OF_SGLANG = "tests/adapters/sglang/test_documented.py::test_the_flags_of_the"
 
 RUN_BY = {
@@ -40,7 +43,6 @@ RUN_BY = {
     "python -m pdstore doctor --store sqlite:*": (
         f"{_EXAMPLES}/test_store_plugin.py::test_doctor_tries_it_by_its_url"
     ),
-    "python -m pdstore.sizing *": "tests/cli/test_documented.py::test_a_pages_sizes_are_computed",
     "pdstore *": "tests/cli/test_documented.py::test_a_command_of_a_page_runs",
     "export *": f"{TESTED_HERE}::test_a_variable_of_a_page_is_one",
     "(umask 077; openssl rand -hex 32 > seal.key)": f"{TESTED_HERE}::test_the_key_of_a_page_is_one",
@@ -56,9 +58,8 @@ RUN_BY = {
         f"{_EXAMPLES}/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
     ),
-    "vllm-router *": (
-        "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
-    ),
+    "pip install vllm-router": _VLLM_ROUTER,
+    "vllm-router *": _VLLM_ROUTER,
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
     "sglang serve *": f"{_OF_SGLANG}_page_are_sglangs",
     "lmcache *": (

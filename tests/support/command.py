@@ -43,8 +43,8 @@ def run(*arguments: str, **variables: str) -> Ran:
 
 
 def run_json(*arguments: str, **variables: str) -> Any:
-    """Runs the command with `--json -`; it must not fail to run."""
-    ran = run(*arguments, "--json", "-", **variables)
+    """Runs the command with `--json`; it must not fail to run."""
+    ran = run(*arguments, "--json", **variables)
     assert ran.status in (0, 1), ran.err
     return ran.json
 

@@ -1,14 +1,11 @@
-"""The plain calls that each kind of store stands on, to compare the store with."""
+"""Raw: the plain calls that each kind of store stands on, to compare the store with."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pdstore.errors import ConfigError
 from pdstore.format.keys import BlockKey
 from pdstore.native.library import address_of
 from pdstore.store.base import Slots, Store
@@ -27,24 +24,39 @@ class Raw(Protocol):
     def remove(self, keys: Sequence[BlockKey]) -> None: ...
 
 
-def raw_of(url: str, store: Store, temporary: Path) -> Raw:
-    """Returns the raw calls of the store that was opened at `url`.
+def raw_of(scheme: str, url: str, store: Store, temporary: Path) -> Raw:
+    """Returns the raw calls of the store that was opened at `url`; copies in memory for others.
 
     temporary: a directory on the file system to measure, for files.
-    Raises ConfigError for a store whose raw calls are unknown.
     """
-    scheme = url.partition(":")[0]
     if scheme == "file":
-        return RawFiles(Path(tempfile.mkdtemp(dir=temporary)) / "raw")
+        return RawFiles(temporary)
     if scheme.endswith("+cluster"):
         return RawRedis(_cluster_client(url), bytes)
-    if scheme.startswith(("redis", "valkey")):
+    if scheme.startswith(("redis", "valkey")) and "sentinel" not in scheme:
         return RawRedis(_server_client(url), memoryview)
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
-    raise ConfigError(
-        f"no raw calls to compare {scheme}:// with: measure file://, redis:// or mooncake://"
-    )
+    return RawCopies()
+
+
+class RawCopies:
+    """Copies in this process's memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[BlockKey, bytearray] = {}
+
+    def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            self._values[key] = bytearray(slots.value(i))
+
+    def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
+        for i, key in enumerate(keys):
+            slots.value(i)[:] = self._values[key]
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._values.pop(key, None)
 
 
 class RawFiles:
@@ -52,7 +64,6 @@ class RawFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir()
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         for i, key in enumerate(keys):
@@ -66,7 +77,7 @@ class RawFiles:
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            os.unlink(self._directory / key)
+            (self._directory / key).unlink(missing_ok=True)
 
 
 class RawRedis:
@@ -106,16 +117,24 @@ def _server_client(url: str) -> Any:
     def encode(argument: Any) -> Any:
         return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
 
-    url = url.replace("valkey", "redis", 1).replace("redis+unix", "unix", 1)
+    plain = url.partition("?")[0]  # the options are pdstore's
+    plain = plain.replace("valkey", "redis", 1).replace("redis+unix", "unix", 1)
     packer = PythonRespSerializer(_CHUNK, encode)
-    return redis.Redis.from_url(url, protocol=2, command_packer=packer)
+    return redis.Redis.from_url(plain, protocol=2, command_packer=packer)
 
 
 def _cluster_client(url: str) -> Any:
     from redis.cluster import RedisCluster
 
     first = StoreURL.of(url)
-    return RedisCluster(host=first.host, port=first.port or 6379, protocol=2)
+    return RedisCluster(
+        host=first.host,
+        port=first.port or 6379,
+        username=first.username,
+        password=first.password,
+        ssl=first.scheme.partition("+")[0] in ("rediss", "valkeys"),
+        protocol=2,
+    )
 
 
 class RawMooncake:
