@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.plugins import load_plugins_by_group
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from pdstore.adapters.vllm import plugin
 from pdstore.errors import ConfigError
@@ -59,6 +64,19 @@ def test_a_known_vllm_gets_the_connector_once(monkeypatch, vllms_own, version):
         assert EngineArgs.create_engine_config.__wrapped__ is vllms_own
 
 
+def test_a_worker_of_dynamo_learns_of_the_connector(monkeypatch):
+    name = "dynamo.vllm.kv_connector_protocols"
+    table = {"NixlConnector": "as NIXL does", "MooncakeConnector": "as Mooncake does"}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(KV_CONNECTOR_PROTOCOLS=table))
+    plugin.register()
+    assert table[plugin.NAME] == "as NIXL does"
+    table[plugin.NAME] = "as a newer Dynamo does"
+    plugin.register()
+    assert table[plugin.NAME] == "as a newer Dynamo does"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    plugin.register()
+
+
 @pytest.mark.misconfiguration("a version of vLLM that is not supported")
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0"])
 def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
@@ -85,6 +103,63 @@ def test_another_vllm_ends_a_start_that_requires_the_store(monkeypatch, version,
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     with pytest.raises(error, match=words):
         plugin.register()
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(KVConnectorFactory, "register_connector"), (EngineArgs, "create_engine_config")],
+)
+def test_a_vllm_without_what_the_switch_needs_is_told_how_to_do_without(
+    monkeypatch, log, owner, name, is_required
+):
+    said = (
+        rf"the switch of pdstore needs {owner.__name__}.{name}, which this vLLM [\d.]+ does not"
+        r" have: .*leave PD_TRANSFER_VIA_STORAGE out, and name PDStoreConnector in"
+        r' --kv-transfer-config with "kv_connector_module_path": "pdstore.adapters.vllm"'
+    )
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_REQUIRE_STORE", str(int(is_required)))
+    monkeypatch.delattr(owner, name)
+    if is_required:
+        with pytest.raises(ConfigError, match=said):
+            plugin.register()
+        return
+    plugin.register()
+    [line] = messages_of(log)
+    assert re.search(said, line)
+    assert plugin.NAME not in KVConnectorFactory._registry
+
+
+def test_this_vllm_has_what_the_switch_needs(monkeypatch, checkpoints, tmp_path):
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_REQUIRE_STORE", "1")
+    monkeypatch.setenv("PDSTORE_STORE", f"file://{tmp_path}/pool")
+    plugin.register()
+    model = str(checkpoints("llama"))
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    served = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model]))
+    for engine in (EngineArgs(model=model), served):
+        transfer = engine.create_engine_config().kv_transfer_config
+        assert transfer.kv_connector == plugin.NAME
+        assert KVConnectorFactory.get_connector_class(transfer).__name__ == plugin.NAME
+
+
+def test_vllm_configures_no_engine_in_another_place():
+    """The others are a server without an engine, and two where a part of vLLM is tried alone."""
+    root = Path(vllm.__file__).parent
+    makers = {
+        str(file.relative_to(root))
+        for file in root.rglob("*.py")
+        if re.search(r"^(?!\s*#|class ).*\bVllmConfig\(", file.read_text(), re.MULTILINE)
+    }
+    without_engine = {
+        "entrypoints/cli/launch.py",  # `vllm launch render`, where it was before 0.31
+        "entrypoints/launchers/render/entry.py",
+        "v1/spec_decode/ngram_proposer_gpu.py",
+        "benchmarks/lib/utils.py",
+    }
+    assert makers - without_engine == {"engine/arg_utils.py"}
 
 
 @pytest.fixture
