@@ -144,20 +144,6 @@ class SGLangRouter:
         return whole(body)
 
 
-class SGLangRouterPD(SGLangRouter):
-    """SGLang's router with `--pd-disaggregation`: P and D get one body, which relays nothing, at
-    the same time."""
-
-    @staticmethod
-    def ask_p(body: Body) -> Body:
-        address = {"bootstrap_host": "127.0.0.1", "bootstrap_port": None, "bootstrap_room": 1 << 61}
-        return whole(body) | address
-
-    @classmethod
-    def ask_d(cls, body: Body, answered: Body) -> Body:
-        return cls.ask_p(body)
-
-
 REPLAYED = (
     Sidecar,
     SidecarWithSharedStorage,
@@ -165,5 +151,4 @@ REPLAYED = (
     VllmRouter,
     RayServe,
     SGLangRouter,
-    SGLangRouterPD,
 )
