@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import importlib
 import importlib.metadata
 import logging
 import re
@@ -39,27 +38,11 @@ VERSIONS = ((0, 26), (0, 33))
 _MULTI = "MultiConnector"
 _NEAR = 0.9  # AscendStoreConnector, which is another product's, has 0.83
 _INHERITED = ("kv_load_failure_policy", "kv_role")
-_PLACES = (
-    (
-        "vllm.distributed.kv_transfer.kv_connector.factory",
-        "KVConnectorFactory",
-        ("register_connector", "get_connector_class_by_name"),
-    ),
-    (
-        "vllm.engine.arg_utils",
-        "EngineArgs",
-        ("create_engine_config", "kv_transfer_config", "kv_offloading_size"),
-    ),
-    (
-        "vllm.config",
-        "KVTransferConfig",
-        (
-            "kv_connector",
-            "kv_connector_module_path",
-            "kv_connector_extra_config",
-            *_INHERITED,
-        ),
-    ),
+_FIELDS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    *_INHERITED,
 )
 _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -116,17 +99,9 @@ def _problem() -> tuple[str, str] | None:
     first, this, last = (".".join(map(str, each)) for each in (VERSIONS[0], version, VERSIONS[1]))
     if not VERSIONS[0] <= version <= VERSIONS[1]:
         return f"pdstore supports vLLM {first} to {last}; this is {this}", "install such a vLLM"
-    missing = [
-        f"{owner}.{name}"
-        for module, owner, names in _PLACES
-        for name in names
-        if not _has(module, owner, name)
-    ]
-    if not missing:
+    if not (lacks := _what_vllm_lacks()):
         return None
-    reason = (
-        f"the switch of pdstore needs {' and '.join(missing)}, which this vLLM {this} does not have"
-    )
+    reason = f"the switch of pdstore cannot work in this vLLM {this}: {lacks}"
     remedy = (
         f"leave PD_TRANSFER_VIA_STORAGE out, and name {NAME} in --kv-transfer-config with"
         f' "kv_connector_module_path": "{MODULE}"'
@@ -134,13 +109,26 @@ def _problem() -> tuple[str, str] | None:
     return reason, remedy
 
 
-def _has(module: str, owner: str, name: str) -> bool:
-    """Returns whether a class of vLLM has an attribute, or a field if it is a dataclass."""
+def _what_vllm_lacks() -> str:
+    """Returns which function, field or option this vLLM lacks that the switch needs, or ""."""
     try:
-        found = getattr(importlib.import_module(module), owner)
-    except (ImportError, AttributeError):
-        return False
-    return hasattr(found, name) or name in getattr(found, "__dataclass_fields__", ())
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        return str(error)
+    needed = {
+        KVConnectorFactory: ("register_connector", "get_connector_class_by_name"),
+        EngineArgs: ("create_engine_config", "kv_transfer_config", "kv_offloading_size"),
+        KVTransferConfig: _FIELDS,
+    }
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in needed.items()
+        for name in names
+        if not hasattr(owner, name) and name not in getattr(owner, "__dataclass_fields__", ())
+    ]
+    return f"it has no {' and no '.join(missing)}" if missing else ""
 
 
 def log_where_vllm_logs() -> None:

@@ -102,7 +102,7 @@ def test_each_version_that_the_documents_name_is_tried():
 
 @pytest.mark.parametrize("release", OLDER + NEWER)
 def test_the_switch_finds_its_places_in_this_release(run, release):
-    run(release, ["plugin"])
+    run(release, ["plugin", "switch"])
 
 
 @pytest.mark.parametrize("release", NEWER)
