@@ -1,7 +1,8 @@
 """What the wheels of Ray Serve and Dynamo do with pdstore's connector, by their own classes.
 
-Neither is run here: Dynamo's workers want one release of vLLM, and Ray's a cluster. Their requests
-are replayed, as tests/support/other_routers.py has them, and these are compared with the wheels.
+Dynamo is not run: its workers want another release of vLLM, with torchvision. Ray Serve is, by
+test_ray_serve.py; here the requests that CI replays (tests/support/other_routers.py) are compared
+with those of Ray's newest wheel.
 """
 
 from __future__ import annotations
