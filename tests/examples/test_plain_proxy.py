@@ -6,79 +6,19 @@ import contextlib
 import json
 import re
 import shlex
-import uuid
 
 import anyio
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from examples.plain_proxy import ASK_P, make_app
+from examples.plain_proxy import make_app
 from tests.examples.test_mini_server import TEMPLATE, Serving
 from tests.support.mini_engine_kit import pd_of, until
+from tests.support.other_routers import REPLAYED, SGLangRouter
 from tests.support.router_kit import BODY, Fake, Servers, routed
 
 PROMPT = "A block is stored under its key, and " * 5
-
-FIELDS = dict.fromkeys(("no_stop_trim", "ignore_eos", "return_hidden_states"), False)
-FIELDS |= {"skip_special_tokens": True}
-FIELDS_OF_CHATS = {
-    **dict.fromkeys(("logprobs", "continue_final_message"), False),
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "include_reasoning"), True),
-}
-"""vllm-router's own, of every request and of chats."""
-
-
-class Sidecar:
-    """llm-d's connector `nixlv2`, the default: `runNIXLProtocolV2`."""
-
-    waits = True
-    request_id = str(uuid.UUID(int=7))
-
-    @staticmethod
-    def ask_p(body):
-        asked = {name: body[name] for name in body if name != "stream_options"}
-        limits = {"max_tokens": 1, "max_completion_tokens": 1}
-        return asked | limits | {"stream": False, "kv_transfer_params": ASK_P}
-
-    @staticmethod
-    def ask_d(body, answered):
-        return body | {"kv_transfer_params": answered.get("kv_transfer_params")}
-
-
-class SidecarWithSharedStorage:
-    """llm-d's connector `shared-storage`: nothing is relayed, so D may look too early."""
-
-    waits = False
-    request_id = Sidecar.request_id
-
-    @staticmethod
-    def ask_p(body):
-        return body | {"max_tokens": 1, "max_completion_tokens": 1, "cache_hit_threshold": 0}
-
-    @staticmethod
-    def ask_d(body, answered):
-        return body | {"cache_hit_threshold": 0}
-
-
-class Router:
-    """vllm-router with `--vllm-pd-disaggregation`; it adds SGLang's fields to every request."""
-
-    waits = True
-    request_id = "___prefill_addr_127.0.0.1:1___decode_addr_127.0.0.1:2_a12c7cf5"
-
-    @classmethod
-    def ask_p(cls, body):
-        limits = {"max_tokens": 1, "min_tokens": 1, "stream": False}
-        return cls._whole(body) | limits | {"kv_transfer_params": ASK_P}
-
-    @classmethod
-    def ask_d(cls, body, answered):
-        return cls._whole(body) | {"kv_transfer_params": answered["kv_transfer_params"]}
-
-    @classmethod
-    def _whole(cls, body):
-        return FIELDS | (FIELDS_OF_CHATS if "messages" in body else {"echo": False}) | body
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +42,7 @@ def said(response) -> dict:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
-@pytest.mark.parametrize("proxy", [Sidecar, SidecarWithSharedStorage, Router])
+@pytest.mark.parametrize("proxy", REPLAYED)
 def test_d_loads_the_prompt_behind_any_proxy(pair, proxy, is_chat, is_stream):
     p, d = pair
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
@@ -112,7 +52,8 @@ def test_d_loads_the_prompt_behind_any_proxy(pair, proxy, is_chat, is_stream):
     body |= {"stream_options": {"include_usage": True}} if is_stream else {}
     headers = {"x-request-id": proxy.request_id}
     answered = said(p.client.post(path, json=proxy.ask_p(body), headers=headers))
-    assert answered["usage"]["completion_tokens"] == 1
+    asks_for_all = issubclass(proxy, SGLangRouter)
+    assert answered["usage"]["completion_tokens"] == (5 if asks_for_all else 1)
 
     def computed_by_d() -> int:
         ask_d = proxy.ask_d(body, answered)

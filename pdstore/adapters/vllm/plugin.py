@@ -1,12 +1,21 @@
-"""register: the entry point that vLLM calls in every process of an instance."""
+"""register: the entry point that vLLM calls in every process of an instance.
+
+Decision: the switch wraps EngineArgs.create_engine_config. vLLM 0.26 to 0.33 has no public way to
+give a default to --kv-transfer-config: plugins get no arguments and run before the options are
+read, only the one platform of a process may change its configuration, and no variable stands for
+the option. The connector itself is registered by KVConnectorFactory.register_connector, which is
+public, and `kv_connector_module_path` works without any of this.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.metadata
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +38,12 @@ VERSIONS = ((0, 26), (0, 33))
 _MULTI = "MultiConnector"
 _NEAR = 0.9  # AscendStoreConnector, which is another product's, has 0.83
 _INHERITED = ("kv_load_failure_policy", "kv_role")
+_FIELDS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    *_INHERITED,
+)
 _KV_ROLES = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -48,24 +63,72 @@ def register() -> None:
 
 def _register() -> None:
     log_where_vllm_logs()
-    version = _vllm_version()
-    first, last = VERSIONS
-    if not first <= version <= last:
+    if problem := _problem():
         settings = read_engine_settings()
-        least, this, most = (".".join(map(str, each)) for each in (first, version, last))
-        message = f"pdstore supports vLLM {least} to {most}; this is {this}"
+        reason, remedy = problem
         if settings.require_store:
-            raise ConfigError(f"{message}: install such a vLLM, or set PDSTORE_REQUIRE_STORE=0")
+            raise ConfigError(f"{reason}: {remedy}, or set PDSTORE_REQUIRE_STORE=0")
         level = logging.WARNING if settings.pd_transfer_via_storage else logging.DEBUG
-        log.log(level, "%s: pdstore stays off", message)
+        log.log(level, "%s: pdstore stays off. To use it, %s", reason, remedy)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
 
-    if NAME not in KVConnectorFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     if not hasattr(EngineArgs.create_engine_config, "_is_pdstores"):
         EngineArgs.create_engine_config = _with_switch(EngineArgs.create_engine_config)
+    _tell_dynamo()
+
+
+def _tell_dynamo() -> None:
+    """Enters the connector in Dynamo's table, if a worker of Dynamo runs this vLLM.
+
+    Dynamo refuses to hand over with connectors that its table lacks. What it does for vLLM's
+    NixlConnector, which is to relay P's `kv_transfer_params`, is right for pdstore too.
+    """
+    protocols = sys.modules.get("dynamo.vllm.kv_connector_protocols")
+    table = getattr(protocols, "KV_CONNECTOR_PROTOCOLS", {})
+    if "NixlConnector" in table:
+        table.setdefault(NAME, table["NixlConnector"])
+
+
+def _problem() -> tuple[str, str] | None:
+    """Returns why the switch cannot work in this vLLM, and what to do about it."""
+    version = _vllm_version()
+    first, this, last = (".".join(map(str, each)) for each in (VERSIONS[0], version, VERSIONS[1]))
+    if not VERSIONS[0] <= version <= VERSIONS[1]:
+        return f"pdstore supports vLLM {first} to {last}; this is {this}", "install such a vLLM"
+    if not (lacks := _what_vllm_lacks()):
+        return None
+    reason = f"the switch of pdstore cannot work in this vLLM {this}: {lacks}"
+    remedy = (
+        f"leave PD_TRANSFER_VIA_STORAGE out, and name {NAME} in --kv-transfer-config with"
+        f' "kv_connector_module_path": "{MODULE}"'
+    )
+    return reason, remedy
+
+
+def _what_vllm_lacks() -> str:
+    """Returns which function, field or option this vLLM lacks that the switch needs, or ""."""
+    try:
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        return str(error)
+    needed = {
+        KVConnectorFactory: ("register_connector", "get_connector_class_by_name"),
+        EngineArgs: ("create_engine_config", "kv_transfer_config", "kv_offloading_size"),
+        KVTransferConfig: _FIELDS,
+    }
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in needed.items()
+        for name in names
+        if not hasattr(owner, name) and name not in getattr(owner, "__dataclass_fields__", ())
+    ]
+    return f"it has no {' and no '.join(missing)}" if missing else ""
 
 
 def log_where_vllm_logs() -> None:
@@ -161,15 +224,18 @@ def _entries(extra_config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _refuse_misspelt(name: str | None, module_path: str | None) -> None:
     """Raises ConfigError for a connector that vLLM does not know, and that is nearly pdstore's."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    if not name or module_path or name in KVConnectorFactory._registry:
+    if not name or module_path or name == NAME:
         return
     is_near = difflib.get_close_matches(name.lower(), [NAME.lower()], cutoff=_NEAR)
-    if is_near or name.lower().startswith(NAME[:7].lower()):  # pdstore
-        raise ConfigError(
-            f"--kv-transfer-config: there is no connector {name}: did you mean {NAME}?"
-        )
+    if not is_near and not name.lower().startswith(NAME[:7].lower()):  # pdstore
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.get_connector_class_by_name(name)
+    except ValueError:
+        message = f"--kv-transfer-config: there is no connector {name}: did you mean {NAME}?"
+        raise ConfigError(message) from None
 
 
 def _inherit(entry: dict[str, Any], outer: Any) -> None:

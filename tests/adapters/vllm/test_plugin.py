@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +61,19 @@ def test_a_known_vllm_gets_the_connector_once(monkeypatch, vllms_own, version):
         assert EngineArgs.create_engine_config.__wrapped__ is vllms_own
 
 
+def test_a_worker_of_dynamo_learns_of_the_connector(monkeypatch):
+    name = "dynamo.vllm.kv_connector_protocols"
+    table = {"NixlConnector": "as NIXL does", "MooncakeConnector": "as Mooncake does"}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(KV_CONNECTOR_PROTOCOLS=table))
+    plugin.register()
+    assert table[plugin.NAME] == "as NIXL does"
+    table[plugin.NAME] = "as a newer Dynamo does"
+    plugin.register()
+    assert table[plugin.NAME] == "as a newer Dynamo does"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    plugin.register()
+
+
 @pytest.mark.misconfiguration("a version of vLLM that is not supported")
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0"])
 def test_another_vllm_is_left_alone_and_told_so(monkeypatch, log, vllms_own, version):
@@ -85,6 +100,32 @@ def test_another_vllm_ends_a_start_that_requires_the_store(monkeypatch, version,
     monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
     with pytest.raises(error, match=words):
         plugin.register()
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(KVConnectorFactory, "register_connector"), (EngineArgs, "create_engine_config")],
+)
+def test_a_vllm_without_what_the_switch_needs_is_told_how_to_do_without(
+    monkeypatch, log, owner, name, is_required
+):
+    said = (
+        rf"the switch of pdstore cannot work in this vLLM [\d.]+: it has no {owner.__name__}.{name}"
+        r": .*leave PD_TRANSFER_VIA_STORAGE out, and name PDStoreConnector in"
+        r' --kv-transfer-config with "kv_connector_module_path": "pdstore.adapters.vllm"'
+    )
+    monkeypatch.setenv("PD_TRANSFER_VIA_STORAGE", "1")
+    monkeypatch.setenv("PDSTORE_REQUIRE_STORE", str(int(is_required)))
+    monkeypatch.delattr(owner, name)
+    if is_required:
+        with pytest.raises(ConfigError, match=said):
+            plugin.register()
+        return
+    plugin.register()
+    [line] = messages_of(log)
+    assert re.search(said, line)
+    assert plugin.NAME not in KVConnectorFactory._registry
 
 
 @pytest.fixture

@@ -100,6 +100,11 @@ def test_each_version_that_the_documents_name_is_tried():
     assert f"pdstore supports vLLM {major}.{first} to {major}.{last}." in text
 
 
+@pytest.mark.parametrize("release", OLDER + NEWER)
+def test_the_switch_finds_its_places_in_this_release(run, release):
+    run(release, ["plugin", "switch"])
+
+
 @pytest.mark.parametrize("release", NEWER)
 def test_models_with_states_hold_with_this_release(run, release):
     run(release, TESTS, *NOT_TOLD.get(release, ()))
