@@ -21,6 +21,7 @@ _EXAMPLES, _SCRIPTS = "tests/examples", "tests/examples/test_scripts.py"
 _PLUGIN = f"{_EXAMPLES}/test_store_plugin.py::test_it_passes_its_own_tests"
 _KNOWS_ITS_OPTIONS = f"{TESTED_HERE}::test_a_benchmark_of_a_page_knows_its_options"
 _MOONCAKES = f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_example_script"
+_SYSTEMD = "tests/deploy/test_systemd.py"
 _OF_SGLANG = "tests/adapters/sglang/test_documented.py::test_the_flags_of_the"
 
 RUN_BY = {
@@ -71,6 +72,10 @@ RUN_BY = {
     ),
     "MODEL=* docker compose *": "scripts/check_deploy.sh",
     "kubectl apply -k *": "scripts/check_deploy.sh",
+    "deploy/systemd/install.sh *": (
+        f"{_SYSTEMD}::test_it_installs_units_and_examples_and_keeps_what_a_user_has_written"
+    ),
+    "systemctl enable --now *": f"{_SYSTEMD}::test_the_units_lines_start_p_d_and_the_router",
     "benchmarks/device_*": GPU,
     "python -m benchmarks.load --engine vllm *": GPU,
     "python -m benchmarks.swap.bench": GPU,
