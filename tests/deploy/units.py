@@ -9,6 +9,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -135,21 +136,24 @@ def install(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 @contextlib.contextmanager
 def starting(units: Mapping[Unit, str], logs: Path, deadline_s: float) -> Iterator[None]:
-    """Starts units one after the other, each when the one before answers; ends them all.
+    """Starts units at once, waits until each answers, and ends them all.
 
     units: each with the URL at which it answers. logs: a folder, for a file of each unit's name.
     """
+    files = {unit: logs / f"{unit.name}.log" for unit in units}
     with contextlib.ExitStack() as stack:
-        for unit, url in units.items():
-            log = logs / f"{unit.name}.log"
-            output = stack.enter_context(log.open("wb"))
-            both = {"stdout": output, "stderr": subprocess.STDOUT}
+        client = stack.enter_context(httpx.Client(trust_env=False))
+        for unit, file in files.items():
+            both = {"stdout": stack.enter_context(file.open("wb")), "stderr": subprocess.STDOUT}
             stack.enter_context(child(unit.command, env=unit.environment, **both))
-            eventually(lambda url=url: _answers(url), deadline_s, log.read_text)
+        for unit, url in units.items():
+            eventually(lambda url=url: _answers(client, url), deadline_s, files[unit].read_text)
         yield
 
 
-def _answers(url: str) -> bool:
+def _answers(client: httpx.Client, url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        if client.get(f"{url}/health").status_code == 200:
+            return True
+    time.sleep(0.05)  # so that this leaves the processor to those that start
     return False

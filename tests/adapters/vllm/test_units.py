@@ -10,7 +10,7 @@ import pytest
 
 from examples.ports import free_ports
 from examples.vllm_serve import CPU_ENVIRONMENT, ENVIRONMENT, TINY
-from tests.adapters.vllm.asking import ANSWER_S
+from tests.adapters.vllm.asking import ANSWER_S, new_prompt
 from tests.adapters.vllm.servers import START_S
 from tests.deploy.units import ROUTER, Unit, install, set_variables, starting, wheel_of
 
@@ -44,7 +44,7 @@ def test_the_units_start_vllm_and_d_loads_what_p_has_saved(checkpoints, tmp_path
     names = ("pdstore-vllm@prefill", "pdstore-vllm@decode", "pdstore-router")
     units = {Unit(name, root): url for name, url in zip(names, urls, strict=True)}
     with starting(units, tmp_path, START_S):
-        body = {"model": "pdstore", "prompt": list(range(10, 310)), "max_tokens": 4}
+        body = {"model": "pdstore", "prompt": new_prompt(300), "max_tokens": 4}
         answer = httpx.post(f"{urls[2]}/v1/completions", json=body, timeout=ANSWER_S)
         assert answer.status_code == 200, answer.text
         lines = httpx.get(f"{urls[1]}/metrics").text.splitlines()
