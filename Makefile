@@ -39,6 +39,7 @@ setup-vllm: $(VLLM_VENV)/.stamp ## Make .venv-vllm, in which vLLM runs on a CPU
 NEEDS := venv compiler redis mooncake
 demo check: NEEDS := venv $(filter redis mooncake,$(STORE))
 test: NEEDS += --wanted monitoring browser fuse
+check: NEEDS += --wanted monitoring units
 packages:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }

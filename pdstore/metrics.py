@@ -41,7 +41,7 @@ class Across(enum.Enum):
     """The rule that combines a gauge's values in all processes of an instance into one number."""
 
     SUM = "sum"
-    MAX = "max"  # for gauges about the store: they are equal in all processes
+    MAX = "max"  # for gauges that are equal in all processes, or known to one alone
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,12 @@ METRICS: dict[str, Metric] = {
         _seconds("handoff_wait_seconds", "time from D's lookup to P's marker or the deadline"),
         _seconds("exposed_seconds", "time from a request's arrival to the end of its load"),
         _counter("decisions", "prompts of which the pool had KV, by how to get it", way=WAYS),
+        _gauge(
+            "compute_seconds_per_token",
+            "seconds that the model takes for a token of a prompt, by the prompts of which it"
+            " computed 512 tokens or more; 0 before the first of them",
+            across=Across.MAX,
+        ),
         _gauge("jobs_alive", "jobs that wait or run"),
         _gauge("queue_jobs", "jobs that no worker has begun", direction=DIRECTIONS),
         _gauge("queue_bytes", "bytes of the jobs that no worker has begun", direction=DIRECTIONS),

@@ -3,7 +3,7 @@
 #
 #   scripts/system_packages.sh [NEED]... [--wanted NEED...]
 #
-#   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser, fuse
+#   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser, fuse, units
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
 # asks for no password; elsewhere says in one sentence what to install, and exits with 1. Packages
@@ -27,6 +27,7 @@ monitoring  prometheus               has_program prometheus
 monitoring  prometheus-alertmanager  has_program prometheus-alertmanager
 browser     chromium                 has_program chromium
 fuse        fuse3                    has_program fusermount3
+units       systemd                  has_program systemd-analyze
 '
 
 has_venv() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }

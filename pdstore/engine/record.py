@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from pdstore.engine.job_end import JobEnd, TimeRange, loaded_by_tier
 from pdstore.engine.request import EngineRequest
 from pdstore.errors import Direction
+from pdstore.scheduler.break_even import CostAverage
 from pdstore.telemetry.request_record import Journal, Phase, RequestRecord, plain
 
 
 class Records:
     """Gives the journal one record for each request. Any thread may call it.
+
+    It also sets the metric of the time that a prompt's token takes to compute.
 
     role: PDSTORE_ROLE.
     job_timeout_s: how long a record waits for jobs that still run after the request's end.
@@ -32,6 +35,7 @@ class Records:
         self._clock = clock
         self._lock = threading.Lock()
         self._ended: dict[EngineRequest, float] = {}  # when its record is due
+        self._prefill_times = _PrefillTimes()
 
     def ended_request(self, request_id: str) -> EngineRequest | None:
         """Returns the ended request with this id whose record still waits for jobs; else None."""
@@ -76,7 +80,33 @@ class Records:
         with self._lock:
             is_first = self._ended.pop(request, None) is not None
         if is_first:
-            self._journal.add(record_of(request, self._role))
+            record = record_of(request, self._role)
+            self._journal.add(record)
+            cost_s = self._prefill_times.cost_with(record)
+            request.cache.metrics.compute_seconds_per_token.set(cost_s or 0.0)
+
+
+class _PrefillTimes:
+    """Measures what a prompt's token takes to compute, whatever PDSTORE_LOAD is.
+
+    Prompts are computed at the same time, so only the time since the last first token counts.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cost = CostAverage()
+        self._last_end_s = 0.0
+
+    def cost_with(self, record: RequestRecord) -> float | None:
+        """Adds a request's record; returns the seconds of a token, None before any is known."""
+        with self._lock:
+            for phase in record.phases:
+                if phase.name == "compute":
+                    begin_s = max(record.arrived_at + phase.begin_s, self._last_end_s)
+                    end_s = record.arrived_at + phase.end_s
+                    self._cost.add_sample(record.num_computed, end_s - begin_s)
+                    self._last_end_s = max(end_s, self._last_end_s)
+            return self._cost.per_token_s
 
 
 def record_of(request: EngineRequest, role: str) -> RequestRecord:

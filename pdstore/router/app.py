@@ -127,7 +127,7 @@ def _open_status(port: int | None, shown: RouterStatus) -> StatusServer | None:
     """Opens the page about the router. Raises ConfigError for a port that is taken."""
     if port is None:
         return None
-    server = StatusServer(port, shown.take)
+    server = StatusServer(port, shown.take, tick=shown.history.add_if_due)
     log.info("status on %s", server.url)
     return server
 

@@ -17,6 +17,18 @@ from pdstore.telemetry.request_record import RequestTimer, plain
 FAILURES = ("connect", "timeout", "broken", "status")
 """Why a call of an instance failed: the label `reason`."""
 
+REQUESTS = "router_requests_total"
+DEGRADED = "router_degraded_total"
+LOST = "router_lost_handoffs_total"
+FAILED_CALLS = "router_upstream_failures_total"
+_CARDS = {
+    "answers": REQUESTS,
+    "computed by D for want of P": DEGRADED,
+    "began with P's token": "router_spliced_total",
+    "lost hand-offs": LOST,
+    "failed calls": FAILED_CALLS,
+    "clients that left": "router_disconnects_total",
+}
 _NOT_COUNTED = ("/health", "/metrics")
 
 
@@ -62,19 +74,16 @@ class Counts:
 
     def cards(self) -> dict[str, float]:
         """Returns the totals that the router's page shows."""
-        shown = {
-            "answers": "router_requests_total",
-            "computed by D for want of P": "router_degraded_total",
-            "began with P's token": "router_spliced_total",
-            "lost hand-offs": "router_lost_handoffs_total",
-            "failed calls": "router_upstream_failures_total",
-            "clients that left": "router_disconnects_total",
-        }
-        return {text: sum(self._values(name).values()) for text, name in shown.items()}
+        totals = self.totals()
+        return {text: totals[name] for text, name in _CARDS.items()}
+
+    def totals(self) -> dict[str, float]:
+        """Returns each counter's sum over its labels, by its name on /metrics."""
+        return {name: sum(self._values(name).values()) for name in _CARDS.values()}
 
     def failed_calls(self) -> dict[tuple[str, ...], float]:
         """Returns the calls of instances that failed, by role and reason."""
-        values = self._values("router_upstream_failures_total")
+        values = self._values(FAILED_CALLS)
         return {labels: value for labels, value in values.items() if value}
 
     def _values(self, name: str) -> dict[tuple[str, ...], float]:

@@ -15,7 +15,17 @@ import pdstore
 from pdstore.router.answers import PROBE_BYTES, PROBE_TIMEOUT_S, WholeAnswer, ask
 from pdstore.router.bodies import Json, message_of, parse
 from pdstore.router.calls import Calls
+from pdstore.router.counts import DEGRADED, FAILED_CALLS, LOST, REQUESTS
 from pdstore.router.upstreams import Upstream
+from pdstore.status.history import Curve, History
+
+CURVES = (
+    Curve("answers/s", (REQUESTS,)),
+    Curve("computed by D for want of P", (DEGRADED,), of=(REQUESTS,)),
+    Curve("lost hand-offs", (LOST,), of=(REQUESTS,)),
+    Curve("failed calls/s", (FAILED_CALLS,)),
+)
+"""What the router's page shows of the last hour."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +112,14 @@ class RouterStatus:
 
     options: a dataclass, shown field by field, with those of dataclasses in it.
     portal: the way into the router's event loop; None before that runs.
+    history: of the counters; the page's thread adds to it.
     """
 
     def __init__(self, options: object, calls: Calls) -> None:
         self._options = options
         self._calls = calls
         self.portal: BlockingPortal | None = None
+        self.history = History(CURVES, calls.counts.totals)
 
     def take(self) -> Json:
         """Returns the state as it is now."""
@@ -120,6 +132,7 @@ class RouterStatus:
             **self._health(),
             "settings": list(_settings_of(self._options)),
             "cards": calls.counts.cards(),
+            "curves": self.history.as_json(calls.counts.totals()),
             "reasons": {
                 f"{role}: {reason}": {"misses": count, "drops": 0, "look_at": _LOOK_AT[reason]}
                 for (role, reason), count in calls.counts.failed_calls().items()

@@ -25,10 +25,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import ByteSize
 
 import pdstore
-from pdstore.errors import ConfigError
+from pdstore.errors import ConfigError, Reason, Severity
 from pdstore.format.keys import Namespace
 from pdstore.metrics import METRICS, Across, Kind, TierState, is_first_tier
 from pdstore.settings import Settings, origin_of, variable_of
+from pdstore.status.history import Curve, History
 from pdstore.store.url import StoreURL, without_secret
 from pdstore.telemetry.reasons import ADVICE
 from pdstore.telemetry.request_record import Journal
@@ -51,12 +52,17 @@ class StatusServer:
     One thread answers the requests, one after another, which is enough for a few people.
 
     port: 0 takes a free port. Raises ConfigError for a port that another process uses.
+    tick: is called by that thread about five times a second.
     request_s: seconds that a client may take to send its request, and to read the answer; then the
       server closes the connection, however much of it has come.
     """
 
     def __init__(
-        self, port: int, take: Callable[[], dict[str, object]], request_s: float = 2.0
+        self,
+        port: int,
+        take: Callable[[], dict[str, object]],
+        request_s: float = 2.0,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         page = files("pdstore.status").joinpath("page.html").read_bytes()
         try:
@@ -65,6 +71,7 @@ class StatusServer:
             raise ConfigError(f"PDSTORE_STATUS_PORT={port}: {error}") from error
         self._server.timeout = _TURN_S
         self._server.request_s = request_s
+        self._tick = tick
         self._thread = Ticker("pdstore-status", self._turn)
 
     @property
@@ -80,6 +87,7 @@ class StatusServer:
 
     def _turn(self) -> float:
         self._server.handle_request()
+        self._tick()
         return 0.0
 
 
@@ -179,6 +187,19 @@ class _Handler(BaseHTTPRequestHandler):
 Json: TypeAlias = dict[str, object]
 
 _URLS = ("store", "traces")
+_TO_LOOK_AT = [
+    reason.value for reason in Reason if reason.severity in (Severity.WARNING, Severity.CRITICAL)
+]
+CURVES = (
+    Curve("hit rate", ("tokens_total|matched",), of=("tokens_total|requested",)),
+    Curve("loaded tokens/s", ("tokens_total|loaded",)),
+    Curve("saved tokens/s", ("tokens_total|saved",)),
+    Curve(
+        "failures/s",
+        tuple(f"{kind}_total|{name}" for kind in ("misses", "drops") for name in _TO_LOOK_AT),
+    ),
+)
+"""What an instance's page shows of the last hour."""
 
 
 class TellsPool(Protocol):
@@ -232,9 +253,12 @@ class Reporting:
                 undo.callback(spans.close)
                 self.journal.listen(spans.add)
             if settings.status_port is not None:
-                tell = partial(snapshot, settings, cache, registries, self.journal, problem)
+                history = History(CURVES, partial(_numbers_of, registries))
+                tell = partial(
+                    snapshot, settings, cache, registries, self.journal, problem, history
+                )
                 port = settings.status_port and settings.status_port + number
-                self._server = _open_page(port, tell)
+                self._server = _open_page(port, tell, history)
                 if self._server is not None:
                     undo.callback(self._server.close)
             self._opened = undo.pop_all()
@@ -249,10 +273,10 @@ class Reporting:
         self._opened.close()
 
 
-def _open_page(port: int, tell: Callable[[], Json]) -> StatusServer | None:
+def _open_page(port: int, tell: Callable[[], Json], history: History) -> StatusServer | None:
     """Returns the page's server; None, with a warning, if the port cannot be opened."""
     try:
-        server = StatusServer(port, tell)
+        server = StatusServer(port, tell, tick=history.add_if_due)
     except ConfigError as error:
         log.warning("%s: this instance has no status page. Name another port, or 0", error)
         return None
@@ -266,6 +290,7 @@ def snapshot(
     registries: Sequence[CollectorRegistry],
     journal: Journal,
     problem: Callable[[], str | None],
+    history: History | None = None,
 ) -> Json:
     """Returns the object that `/pdstore` shows: the present state, without secrets.
 
@@ -285,6 +310,7 @@ def snapshot(
         "problem": problem(),
         "settings": settings_of(settings),
         "metrics": numbers,
+        "curves": history.as_json(numbers) if history else [],
         "tiers": [_tier_of(tier, numbers) for tier in cache.tiers],
         "reasons": _reasons_of(numbers),
         "requests": [record.as_json() for record in journal.last()],

@@ -73,7 +73,7 @@ def test_no_image_runs_as_root():
 def pods() -> list[dict]:
     paths = DEPLOY.glob("kustomize/**/*.yaml")
     objects = [o for path in paths for o in yaml.safe_load_all(path.read_text())]
-    return [o["spec"]["template"]["spec"] for o in objects if o["kind"] in KINDS_WITH_PODS]
+    return [o["spec"]["template"]["spec"] for o in objects if o.get("kind") in KINDS_WITH_PODS]
 
 
 def test_no_pod_has_rights_that_its_user_would_not_get():

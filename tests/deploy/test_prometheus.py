@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Histogram
 
 from pdstore.metrics import METRICS, Kind
 from pdstore.router.counts import Counts
@@ -48,6 +49,27 @@ def test_every_metric_of_the_router_is_on_the_dashboard():
     families = {family.name for family in Counts().registry.collect()}
     shown = set(re.findall(r"\brouter_\w+", "\n".join(QUERIES)))
     assert {re.sub("_(total|bucket)$", "", name) for name in shown} == families
+
+
+def test_the_dashboard_begins_with_what_the_pool_brings_and_costs():
+    first = sorted(DASHBOARD["panels"], key=lambda p: (p["gridPos"]["y"], p["gridPos"]["x"]))[:4]
+    assert [panel["title"] for panel in first] == [
+        "Hit rate",
+        "Seconds of prefill saved, each second",
+        "Exposed wait",
+        "First token",
+    ]
+
+
+def test_no_panel_of_the_dashboard_lies_on_another():
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
 
 
 def test_every_alert_links_its_section_of_the_runbook():
@@ -90,7 +112,10 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
         decode(d, prompt, hand_over(p, prompt))
 
     router = Counts()
+    vllms = CollectorRegistry()
+    first_token = Histogram("vllm:time_to_first_token_seconds", "as vLLM has it", registry=vllms)
     registries = {"p": p.counters.registry, "d": d.counters.registry, "router": router.registry}
+    registries["vllm"] = vllms
     with monitoring(tmp_path, RULES, registries) as seen:
         handed_over(0)
         until(lambda: seen.query("pdstore_info"))
@@ -102,6 +127,7 @@ def test_a_dead_store_is_an_alert_and_every_panel_has_data(open_engine, redis_se
             router.requests.labels("200").inc()
             router.failures.labels("prefill", "status").inc()
             router.first_byte.observe(0.1)
+            first_token.observe(0.1)
             waiting.difference_update([q for q in waiting if seen.query(q)])
             return not waiting
 

@@ -24,6 +24,7 @@ _MOONCAKES = f"{TESTED_HERE}::test_mooncakes_flags_of_a_page_are_those_of_the_ex
 _VLLM_ROUTER = (
     "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
 )
+_SYSTEMD = "tests/deploy/test_systemd.py"
 _OF_SGLANG = "tests/adapters/sglang/test_documented.py::test_the_flags_of_the"
 
 RUN_BY = {
@@ -72,6 +73,10 @@ RUN_BY = {
     ),
     "MODEL=* docker compose *": "scripts/check_deploy.sh",
     "kubectl apply -k *": "scripts/check_deploy.sh",
+    "deploy/systemd/install.sh *": (
+        f"{_SYSTEMD}::test_it_installs_units_and_examples_and_keeps_what_a_user_has_written"
+    ),
+    "systemctl enable --now *": f"{_SYSTEMD}::test_the_units_lines_start_p_d_and_the_router",
     "benchmarks/device_*": GPU,
     "python -m benchmarks.load --engine vllm *": GPU,
     "python -m benchmarks.swap.bench": GPU,

@@ -16,7 +16,7 @@ from pdstore.errors import Direction, Reason, StoreError
 from pdstore.format.handoff import HandoffId
 from pdstore.settings import read_settings
 from pdstore.store.optional import ListsValues
-from pdstore.telemetry.request_record import Journal
+from pdstore.telemetry.request_record import Journal, RequestTimer
 from tests.support.clock import Clock
 from tests.support.instances import instance as instance
 from tests.support.instances import store as store
@@ -44,8 +44,8 @@ def records(journal, clock):
 def request_of(instance):
     cache = instance().cache
 
-    def make(num_jobs, **more):
-        keys = cache.keys(range(NUM_TOKENS))
+    def make(num_jobs, num_tokens=NUM_TOKENS, **more):
+        keys = cache.keys(range(num_tokens))
         request = EngineRequest(cache, settings_of(), keys, id="cmpl-7", traceparent="00-aa-bb-01")
         for name, value in {"num_jobs": num_jobs, **more}.items():
             setattr(request, name, value)
@@ -83,6 +83,32 @@ def test_a_record_waits_for_the_saves_of_every_rank(records, journal, request_of
     assert (record.handoff, record.num_computed, record.num_saved) == (handoff.hex, 100, 100)
     assert {phase.name for phase in record.phases} == {"wait", "compute", "save"}
     assert record.traceparent == "00-aa-bb-01"
+
+
+def test_what_a_token_takes_to_compute_is_told_by_long_prompts_also_of_those_at_once(
+    records, request_of, clock
+):
+    def computing(num_tokens):
+        timer = RequestTimer(clock, arrived_at=clock.now)
+        request = request_of(0, num_tokens, timer=timer)
+        eventually(request.poll)
+        request.begin_step(0, num_tokens)
+        return request
+
+    def computed(request):
+        request.end_prompt()
+        request.end()
+        records.end_request(request)
+        return request.cache.metrics.registry.get_sample_value("pdstore_compute_seconds_per_token")
+
+    first, second = computing(1000), computing(1000)
+    clock.now += 4.0
+    assert computed(first) == pytest.approx(0.004)
+    clock.now += 4.0
+    assert computed(second) == pytest.approx(0.004), "4 s of its own, after those of the first"
+    short = computing(20)
+    clock.now += 4.0
+    assert computed(short) == pytest.approx(0.004), "a step takes its time for any number of tokens"
 
 
 @pytest.mark.parametrize(

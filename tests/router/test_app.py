@@ -208,6 +208,9 @@ async def test_a_request_that_d_had_to_compute_has_its_reason(caplog) -> None:
         page = await page_with_a_request(caplog.text)
     assert [each["reason"] for each in page["requests"]] == ["no P could prefill it"]
     assert list(page["reasons"]) == ["prefill: status"]
+    recent = {curve["name"]: curve["recent"] for curve in page["curves"]}
+    assert recent["computed by D for want of P"] == 1.0
+    assert recent["failed calls/s"] > 0.0
 
 
 async def test_a_path_that_is_not_served_is_told_with_those_that_are() -> None:

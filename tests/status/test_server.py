@@ -167,7 +167,7 @@ def test_a_browser_shows_each_tier_and_which_is_left_out(open_engine, redis_serv
     page = shown(url, tmp_path)
     for label in ("0: memory://shown", f"1: file://{tmp_path}/below", "2: redis://"):
         assert label in page
-    assert " of 1.1 GB" in page
+    assert " of 1.0 GiB" in page
     assert page.count(" copied</td>") == 2
     assert "left out" not in page.partition("<script>")[0]
     redis.stop()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.deploy.commands import commands_of
+from tests.deploy.commands import DEPLOY, commands_of
+
+_LINES = (DEPLOY / "systemd" / "examples" / "prefill.env").read_text().splitlines()
+EXAMPLE = dict(line.split("=", 1) for line in _LINES if not line.startswith("#"))
 
 
 def test_vllm_takes_every_command():
@@ -14,6 +17,8 @@ def test_vllm_takes_every_command():
     assert len(commands) >= 5
     for arguments in commands:
         model, *options = ["a-model", *(a for a in arguments if "MODEL" not in a)]
+        if "$VLLM_OPTIONS" in options:
+            options[-1:] = EXAMPLE["VLLM_OPTIONS"].split()
         parsed = parser.parse_args([model, *(o.replace("${PORT}", "8000") for o in options)])
         assert parsed.port == 8000
         assert parsed.shutdown_timeout > 0

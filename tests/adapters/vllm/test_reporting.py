@@ -119,6 +119,7 @@ NEVER = {
     "store_evictions": "redis tells of none that it made for want of room here",
     "store_capacity_bytes": "this redis has no maxmemory",
     "decisions": "nothing is decided where all is loaded",
+    "compute_seconds_per_token": "no prompt here has 512 tokens to compute",
     **{name: "this pool has one store" for name in METRICS if name.startswith("tier_")},
     "hung_store_calls": "the gate holds the connection, which is closed at its time",
 }
