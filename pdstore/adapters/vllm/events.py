@@ -166,22 +166,25 @@ class PoolEvents:
             hashes = view(hashes, hash_tokens, block_tokens)
         size = pool_tokens // block_tokens
         first, end = first_token // pool_tokens, min(num_tokens // pool_tokens, len(hashes) // size)
+        names = keys.hashes(first, end)
         new: list[int] = []
         with self._lock:
             self._num_notes += 1
-            for number, name in enumerate(keys.hashes(first, end), first):
+            for number, name in enumerate(names, first):
                 last = hashes[(number + 1) * size - 1]
-                if (known := self._blocks.get(last)) is not None:
+                if (known := self._blocks.get(last)) is None:
+                    new.append(number)
+                else:
                     known.name, known.number = name, self._num_notes
                     self._blocks.move_to_end(last)
-                    continue
-                own = [*map(_published, hashes[number * size : (number + 1) * size])]
-                self._blocks[last] = _Block(name, own, self._num_notes)
-                new.append(number)
             for start, stop in _runs(new):
-                self._events.append(
-                    _stored(request, hashes, start * size, stop * size, block_tokens)
-                )
+                event = _stored(request, hashes, start * size, stop * size, block_tokens)
+                self._events.append(event)
+                for number in range(start, stop):
+                    at = (number - start) * size
+                    own = event.block_hashes[at : at + size]
+                    block = _Block(names[number - first], own, self._num_notes)
+                    self._blocks[hashes[(number + 1) * size - 1]] = block
             most = self._most_hashes // size
             self._remove([*itertools.islice(self._blocks, max(0, len(self._blocks) - most))])
 
