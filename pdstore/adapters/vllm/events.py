@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ log = logging.getLogger("vllm.pdstore")
 MEDIUM = "EXTERNAL"
 """The medium of all events: Dynamo's name for what lies beyond the engine's host memory and disk.
 Dynamo takes a name that it does not know, such as STORAGE in its older versions, for the GPU."""
-MOST_HASHES = 1 << 20  # vLLM's blocks that one instance keeps in mind: about 100 MiB
+MOST_HASHES = 1 << 19  # vLLM's blocks that one instance keeps in mind: about 100 MiB
 _DUTY = 0.01  # the part of the time that checks for removals may take
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 10.0
 _MOST_KEYS = 512  # of one call: it takes about a millisecond
@@ -82,6 +82,7 @@ class PoolEvents:
         self._most_hashes = most_hashes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Any, _Block] = OrderedDict()  # by the hash of vLLM's last block
+        self._num_blocks_with: Counter[Any] = Counter()  # by the hash of one of vLLM's blocks
         self._events: list[BlockStored | BlockRemoved] = []
         self._saves: dict[int, _Save] = {}  # by number
         self._round: list[Any] = []  # the names that this round of checks has not come to
@@ -185,12 +186,25 @@ class PoolEvents:
                     own = event.block_hashes[at : at + size]
                     block = _Block(names[number - first], own, self._num_notes)
                     self._blocks[hashes[(number + 1) * size - 1]] = block
+                    self._num_blocks_with.update(own[:-1])
             most = self._most_hashes // size
             self._remove([*itertools.islice(self._blocks, max(0, len(self._blocks) - most))])
 
     def _remove(self, names: Sequence[Any]) -> None:
-        """Forgets blocks and tells that they are gone. The caller holds the lock."""
-        gone = [hash for name in names for hash in self._blocks.pop(name).hashes]
+        """Forgets blocks and tells that they are gone. The caller holds the lock.
+
+        Two prompts may part within a block of the pool: then a block of vLLM's is in two of the
+        pool's, and stays until both are gone.
+        """
+        gone = []
+        for name in names:
+            *others, last = self._blocks.pop(name).hashes
+            for shared in others:
+                self._num_blocks_with[shared] -= 1
+                if not self._num_blocks_with[shared]:
+                    del self._num_blocks_with[shared]
+                    gone.append(shared)
+            gone.append(last)
         if gone:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
 

@@ -145,6 +145,28 @@ def test_blocks_of_vllm_go_together_when_one_part_of_theirs_is_gone(telling, sto
     assert sorted(told.block_hashes) == sorted([*published(0, 8), *published(12, 16)])
 
 
+def test_what_two_blocks_of_the_pool_share_stays_until_both_are_gone(telling, store):
+    scheduler = telling()
+    save(scheduler, store, request())
+    scheduler.events.take()
+    prompt = [*PROMPT[:240], *PROMPT[:60]]  # it parts from the other within its fourth block
+    keys = PromptKeys(scheduler._cache.namespace).extend(prompt[:256])
+    own = keys.store_keys(keys.namespace.parts, 3)
+    put(store, own, contents(own, 100))
+    hashes = [*HASHES[:15], bytes([99]) * 32]
+    other = request(request_id="s", block_hashes=hashes)
+    other.prompt_token_ids = other.all_token_ids = prompt
+    assert found(scheduler, other) == 256
+    [told] = scheduler.events.take()
+    assert len(told.block_hashes) == 4
+    store.remove(keys_of(scheduler, 3))
+    [told] = eventually(scheduler.events.take)
+    assert told.block_hashes == published(15, 16)
+    store.remove(own)
+    [told] = eventually(scheduler.events.take)
+    assert told.block_hashes == [*published(12, 15), maybe_convert_block_hash(hashes[-1])]
+
+
 def test_a_block_that_is_stored_again_is_told_again(telling, store):
     scheduler = telling()
     save(scheduler, store, request())
