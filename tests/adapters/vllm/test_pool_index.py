@@ -24,8 +24,8 @@ from tests.adapters.vllm.conftest import CACHING, switched_on
 from tests.support.command import run
 from tests.support.kv import eventually, settings_of
 
-BLOCK, SMALL = 64, 32
-"""Tokens of a block of the pool, and of one of vLLM's."""
+BLOCK = 32
+"""Tokens of a block of the pool and of vLLM, whose CPU backend packs each block as a page."""
 MEDIUM = "EXTERNAL"
 SETTLED_S = 30.0
 FEWEST, WARM_S = 25, 180.0
@@ -42,8 +42,8 @@ class Index:
     """
 
     endpoint: str
-    present: set[bytes] = field(default_factory=set)
-    known: dict[bytes, tuple[bytes | None, list[int]]] = field(default_factory=dict)
+    present: set[int] = field(default_factory=set)
+    known: dict[int, tuple[int | None, list[int]]] = field(default_factory=dict)
     seq: int = 0
     num_removed: int = 0
 
@@ -66,9 +66,7 @@ class Index:
     def blocks(self, namespace: Namespace) -> set[str]:
         """Returns the blocks of the pool, by the last part of their keys."""
         prompts = {tuple(self._tokens_to(name)) for name in self.present}
-        whole = {tokens for tokens in prompts if len(tokens) % BLOCK == 0}
-        assert prompts == whole | {tokens[:-SMALL] for tokens in whole}  # both halves are there
-        all_keys = (PromptKeys(namespace).extend(tokens) for tokens in whole)
+        all_keys = (PromptKeys(namespace).extend(tokens) for tokens in prompts)
         return {keys.hash_of(len(keys) - 1).hex() for keys in all_keys}
 
     def close(self) -> None:
@@ -80,16 +78,16 @@ class Index:
             for name in event.block_hashes:
                 self.present.remove(name)
             return
-        assert event.block_size == SMALL
-        assert len(event.token_ids) == SMALL * len(event.block_hashes)
+        assert event.block_size == BLOCK
+        assert len(event.token_ids) == BLOCK * len(event.block_hashes)
         before = event.parent_block_hash
         for number, name in enumerate(event.block_hashes):
-            self.present.add(name)  # it may be in two blocks of the pool
-            own = event.token_ids[number * SMALL : (number + 1) * SMALL]
+            self.present.add(name)
+            own = event.token_ids[number * BLOCK : (number + 1) * BLOCK]
             assert self.known.setdefault(name, (before, own)) == (before, own)
             before = name
 
-    def _tokens_to(self, name: bytes) -> list[int]:
+    def _tokens_to(self, name: int) -> list[int]:
         """Returns a prompt's tokens up to the end of a block."""
         before, own = self.known[name]
         return own if before is None else self._tokens_to(before) + own
@@ -145,7 +143,7 @@ def fleet(request, launcher, checkpoints, tmp_path) -> Iterator[Fleet]:
             "publisher": "zmq",
             "endpoint": endpoint.replace("127.0.0.1", "*"),
         }
-        options = (*CACHING, f"--block-size={SMALL}", f"--kv-events-config={json.dumps(events)}")
+        options = (*CACHING, f"--block-size={BLOCK}", f"--kv-events-config={json.dumps(events)}")
         env = switched_on(url) | {"PDSTORE_BLOCK_TOKENS": str(BLOCK)}
         servers.append(launcher.vllm(name, checkpoints("llama"), *options, env=env))
     for server in servers:
