@@ -31,7 +31,7 @@ from pdstore.settings import LOOKUP_TIMEOUT_S, Settings, setting_warnings
 from pdstore.store.base import Store
 from pdstore.store.connect import RoomWatch, connect_store
 from pdstore.store.guard import guard_of, problem_of
-from pdstore.store.optional import tier_names, tier_states_of
+from pdstore.store.optional import TellsRemovals, tier_names, tier_states_of
 from pdstore.threads import Deadline
 
 log = logging.getLogger(__name__)
@@ -313,6 +313,11 @@ class PrefixCacheManager:
     def pool_id(self) -> bytes | None:
         """The id of the pool behind the store; None until the store has answered once."""
         return self._mismatches.pool.current
+
+    @property
+    def removals(self) -> TellsRemovals | None:
+        """What tells which blocks of the pool are gone; None if the store cannot tell."""
+        return self._store.optional(TellsRemovals)
 
     @property
     def lease_s(self) -> float:

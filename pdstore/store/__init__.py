@@ -10,6 +10,7 @@ from pdstore.store.optional import (
     Room,
     StoredValue,
     TellsChanges,
+    TellsRemovals,
     TellsRoom,
 )
 from pdstore.store.url import StoreURL
@@ -26,6 +27,7 @@ __all__ = [
     "StoreURL",
     "StoredValue",
     "TellsChanges",
+    "TellsRemovals",
     "TellsRoom",
     "check_call",
     "open_store",

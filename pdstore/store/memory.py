@@ -165,6 +165,9 @@ class MemoryStore(Store):
         shelf = self._enter(keys)
         return [key in shelf.values for key in keys]
 
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [not is_there for is_there in self.which_stored(keys)]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         shelf = self._enter(keys, slots)
         for i, key in enumerate(keys):

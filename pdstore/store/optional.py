@@ -30,6 +30,21 @@ class FindsKeys(Protocol):
 
 
 @runtime_checkable
+class TellsRemovals(Protocol):
+    """A store that can be asked at any time which values are gone, whoever has removed them.
+
+    With it, an instance tells routers what they can no longer find in the pool.
+    """
+
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Returns for each key whether it is not stored now.
+
+        Leases nothing and counts no use, so values that are asked about are evicted as if they
+        were not. The keys are distinct. Raises StoreError.
+        """
+
+
+@runtime_checkable
 class TellsChanges(Protocol):
     """A store that can say when somebody has stored something, in any process of this host.
 

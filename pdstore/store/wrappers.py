@@ -14,6 +14,7 @@ from pdstore.store.optional import (
     OpensTiers,
     PeeksValues,
     RenewsUnread,
+    TellsRemovals,
 )
 from pdstore.store.transfer import (
     CallHook,
@@ -127,6 +128,15 @@ class _HookedFinder:
         return self._hook("match", keys, lambda: Moved(self._inner.which_stored(keys))).answer
 
 
+class _HookedRemovals:
+    def __init__(self, hook: CallHook, inner: TellsRemovals) -> None:
+        self._hook = hook
+        self._inner = inner
+
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._hook("match", keys, lambda: Moved(self._inner.which_removed(keys))).answer
+
+
 class _HookedAgain:
     def __init__(self, hook: CallHook, inner: FindsAgain) -> None:
         self._hook = hook
@@ -197,6 +207,7 @@ _HOOKED: Mapping[type, Callable[[CallHook, Any], object]] = {
     OpensTiers: _HookedTiers,
     PeeksValues: _HookedPeeker,
     RenewsUnread: _HookedRenewer,
+    TellsRemovals: _HookedRemovals,
     MovesValues: _HookedMover,
 }
 """The optional protocols whose calls find or move values."""

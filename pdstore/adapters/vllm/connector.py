@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from pdstore.adapters.vllm import describe, stats
 from pdstore.adapters.vllm.contents import Contents
+from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.layers import report_computed
 from pdstore.adapters.vllm.messages import PDStoreConnectorMetadata, RankLayout
 from pdstore.adapters.vllm.plugin import (
@@ -92,6 +93,9 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
                 weights_of=partial(describe.revision_of, vllm_config=vllm_config),
                 longest_prompt=vllm_config.model_config.max_model_len,
                 longest_drafted=describe.longest_drafted(vllm_config),
+                events=PoolEvents(
+                    parallel.world_size, is_on=describe.publishes_events(vllm_config)
+                ),
             )
         else:
             self._worker = PDStoreConnectorWorker(
@@ -194,6 +198,10 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.finish_request(request, block_ids)
+
+    @degrades(list)
+    def take_events(self) -> Sequence[Any]:
+        return self.scheduler.events.take()
 
     @degrades(lambda: False)
     def has_pending_push_work(self) -> bool:

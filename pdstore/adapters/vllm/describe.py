@@ -27,6 +27,7 @@ from pdstore.adapters.vllm.layers import (
 )
 from pdstore.adapters.vllm.tables import FAILS_WHOLE_LOADS, StateTables
 from pdstore.errors import ConfigError
+from pdstore.format.handoff import TransferParams
 from pdstore.format.keys import INDEXING, SHAPING, Json, PromptKeys, canonical, shaping
 from pdstore.format.layout import Layout
 from pdstore.format.weights import weights_revision
@@ -52,6 +53,12 @@ def settings_of(vllm_config: Any) -> Settings:
     if transfer.kv_role in _ROLES:
         given.setdefault("role", _ROLES[transfer.kv_role])
     return read_settings(**given)
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Returns whether vLLM publishes events of its KV cache."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return bool(events and events.enable_kv_cache_events and events.publisher != "null")
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -304,6 +311,23 @@ def _is_named_by_tokens(request: Any, cache: PrefixCacheManager) -> bool:
     )
 
 
+def drops_last_token(request: Any, cache: PrefixCacheManager) -> bool:
+    """Returns whether P computes a new request without its last token.
+
+    It must not where the token counts for more than its state: if no hand-off is asked for, so
+    that P's answer is what the user reads, if the log probabilities of the prompt are asked for,
+    or if an image ends with it.
+    """
+    if not cache.namespace.continuation.is_exact:
+        return False
+    asked = params_of(request)
+    if not (asked.asks_prefill or asked.handoff is not None) or not cache.is_prefill(asked):
+        return False
+    if asked.keeps_last_token:
+        keep_last_token(request)
+    return not has_last_token_decided(request) and can_drop_last_token(request, cache)
+
+
 def can_drop_last_token(request: Any, cache: PrefixCacheManager) -> bool:
     """Returns whether a request without its last token is a prompt that P can compute for D.
 
@@ -337,3 +361,12 @@ def keep_last_token(request: Any) -> None:
 def has_last_token_decided(request: Any) -> bool:
     """Returns whether this connector or another has dropped the last token, or is to keep it."""
     return bool(request.kv_transfer_params.get(_LAST_TOKEN_DECIDED))
+
+
+def params_of(request: Any) -> TransferParams:
+    """Parses `kv_transfer_params`; a malformed hand-off in them counts as none, with a warning."""
+    try:
+        return TransferParams.parse(request.kv_transfer_params)
+    except ValueError as error:
+        log.warning("request %s is served without a hand-off: %s", request.request_id, error)
+        return TransferParams()

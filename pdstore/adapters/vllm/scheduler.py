@@ -16,12 +16,12 @@ from typing import Any
 
 from pdstore.adapters.vllm.contents import Content, Contents
 from pdstore.adapters.vllm.describe import (
-    can_drop_last_token,
     drop_last_token,
-    has_last_token_decided,
-    keep_last_token,
+    drops_last_token,
     keys_of,
+    params_of,
 )
+from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import (
     LoadSpec,
     PDStoreConnectorMetadata,
@@ -37,7 +37,7 @@ from pdstore.engine.phase import RequestPhase
 from pdstore.engine.record import Records
 from pdstore.engine.request import EngineRequest
 from pdstore.errors import Direction, IllegalCall, Reason
-from pdstore.format.handoff import HandoffId, TransferParams
+from pdstore.format.handoff import HandoffId
 from pdstore.format.keys import Json
 from pdstore.format.plan import LoadPlan
 from pdstore.metrics import Metrics
@@ -61,6 +61,7 @@ class PDStoreConnectorScheduler:
     contents: makes digests of requests' images, sounds, videos and LoRA adapters.
     weights_of, longest_prompt: as `PrefixCacheManager` takes them.
     longest_drafted: a step with a longer sequence does not run the draft model; None: all do.
+    events: tells routers what the pool has, if vLLM publishes events.
     step_timeout_s: how long a step waits, in all, for answers to its new lookups. A store on this
       host answers in about a millisecond if the prompt is long. A request whose lookup has no
       answer in time waits for the next step, and steps may be long.
@@ -78,6 +79,7 @@ class PDStoreConnectorScheduler:
     weights_of: Callable[[Settings], str] | None = None
     longest_prompt: int | None = None
     longest_drafted: int | None = None
+    events: PoolEvents = field(default_factory=PoolEvents)
     step_timeout_s: float = 0.003
 
     def __post_init__(self) -> None:
@@ -118,6 +120,8 @@ class PDStoreConnectorScheduler:
             self.number,
         )
         self._records = Records(self._reporting.journal, self.settings.role)
+        hash_tokens = getattr(self.saves.block_pool, "hash_block_size", layout.block_tokens)
+        self.events.begin(cache, layout.block_tokens, hash_tokens)
         words = "pdstore: role %s, namespace %s, blocks of %d tokens"
         log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 
@@ -141,7 +145,7 @@ class PDStoreConnectorScheduler:
             self._cache,
             self.settings,
             keys,
-            _params_of(request),
+            params_of(request),
             id=request.request_id,
             traceparent=headers.get("traceparent"),
             prompt_times=self._prompt_times,
@@ -159,7 +163,7 @@ class PDStoreConnectorScheduler:
         Where layers have states, P computes all of a prompt but its last token, because D computes
         that token itself, and goes on from the state before it.
         """
-        if self._drops_last_token(request):
+        if self._cache is not None and drops_last_token(request, self._cache):
             drop_last_token(request)
         self.add(request)
 
@@ -181,6 +185,7 @@ class PDStoreConnectorScheduler:
         self._unsettled.add(state.id)  # again, if it was preempted: its next step ends its wait
         num_tokens = int(request.num_tokens)
         end = state.find(num_computed, num_tokens)
+        self.events.found(request, state.found)
         self._mark_junction(request, state)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
             return num_tokens - 1 - num_computed  # promise a load: only a load can fail
@@ -246,7 +251,8 @@ class PDStoreConnectorScheduler:
             start = request.num_computed_tokens
             with self._bypassing_if_illegal():
                 state.begin_step(start, start + num_tokens, runs_draft=runs_draft)
-                metadata.saves += self.saves.plan(state, request, num_tokens)
+                planned = self.saves.plan(state, request, num_tokens)
+                metadata.saves += self.events.planned(request, planned)
         if not runs_draft:
             self._skip_drafts(output, but={state.id for _, state, _ in scheduled})
         self._unsettled -= {state.id for _, state, _ in scheduled if state.is_settled}
@@ -260,6 +266,7 @@ class PDStoreConnectorScheduler:
             self._cache.use_weights(self._weights.digest)
         self.saves.release_blocks(report.released)
         for end in report.ended:
+            self.events.job_ended(end)
             known = self._requests.get(end.request_id)
             state = known[1] if known else self._records.ended_request(end.request_id)
             if state is not None:
@@ -280,7 +287,8 @@ class PDStoreConnectorScheduler:
         try:
             if request.num_output_tokens and state.phase is not RequestPhase.LOOKUP:
                 state.end_prompt()
-                self._answers += self.saves.plan_answer(state, request, block_ids)
+                planned = self.saves.plan_answer(state, request, block_ids)
+                self._answers += self.events.planned(request, planned)
         finally:  # else what it has found would be renewed for ever
             self.saves.forget(request_id)
             has_answer = self._end(state)
@@ -308,7 +316,8 @@ class PDStoreConnectorScheduler:
     @property
     def is_at_work(self) -> bool:
         """True if vLLM must go on with steps even if it has no request."""
-        return bool(self._aborted or self.saves or self._records.has_running_jobs())
+        is_working = self._records.has_running_jobs()
+        return bool(self._aborted or self.saves or self.events or is_working)
 
     def reset(self) -> bool:
         """Leaves the pool as it is, because other instances use it too; returns True.
@@ -321,6 +330,7 @@ class PDStoreConnectorScheduler:
     def close(self) -> None:
         self._records.close()
         self.contents.close()
+        self.events.close()
         for each in (self._cache, self._reporting):
             if each is not None:
                 each.close()
@@ -340,23 +350,6 @@ class PDStoreConnectorScheduler:
         if aborted is not None:
             self._aborted.append(aborted)
         return aborted is None
-
-    def _drops_last_token(self, request: Any) -> bool:
-        """Returns whether P computes a new request without its last token.
-
-        It must not where the token counts for more than its state: if no hand-off is asked for, so
-        that P's answer is what the user reads, if the log probabilities of the prompt are asked
-        for, or if an image ends with it.
-        """
-        cache = self._cache
-        if cache is None or not cache.namespace.continuation.is_exact:
-            return False
-        asked = _params_of(request)
-        if not (asked.asks_prefill or asked.handoff is not None) or not cache.is_prefill(asked):
-            return False
-        if asked.keeps_last_token:
-            keep_last_token(request)
-        return not has_last_token_decided(request) and can_drop_last_token(request, cache)
 
     def _mark_junction(self, request: Any, state: EngineRequest) -> None:
         """Makes vLLM keep a state where a prompt parts from others that are in the pool.
@@ -402,7 +395,7 @@ class PDStoreConnectorScheduler:
     def _bypass(self, request: Any, cache: PrefixCacheManager) -> None:
         """Leaves a request alone; a D that was asked at the same time need not wait for P."""
         self._bypassing.add(request.request_id)
-        asked = _params_of(request)
+        asked = params_of(request)
         if asked.handoff is not None and cache.is_prefill(asked):
             self._aborted.append(asked.handoff.id)
 
@@ -418,6 +411,7 @@ class PDStoreConnectorScheduler:
     def _weights_written(self) -> None:
         """Takes all requests out of the pool whose KV may be of earlier weights, or has begun."""
         self.saves.weights = self._weights.generations
+        self.events.forget()
         for request_id, (request, state) in list(self._requests.items()):
             if state.num_jobs or request.num_computed_tokens:
                 state.leave_pool()
@@ -438,12 +432,3 @@ class PDStoreConnectorScheduler:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.saves.block_tokens)
-
-
-def _params_of(request: Any) -> TransferParams:
-    """Parses `kv_transfer_params`; a malformed hand-off in them counts as none, with a warning."""
-    try:
-        return TransferParams.parse(request.kv_transfer_params)
-    except ValueError as error:
-        log.warning("request %s is served without a hand-off: %s", request.request_id, error)
-        return TransferParams()

@@ -166,6 +166,9 @@ class ArenaStore(Store):
         self._enter(keys)
         return self._arena.find(keys, leases=False)
 
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [not is_there for is_there in self.which_stored(keys)]
+
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         self._enter()
         return self._arena.wait_for_change(seen or 0, 0.0 if seen is None else timeout_s)

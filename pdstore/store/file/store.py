@@ -163,6 +163,9 @@ class FileStore(Store):
             ]
         return found
 
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [not is_there for is_there in self.which_stored(keys)]
+
     def wait_for_change(self, seen: int | None, timeout_s: float) -> int:
         """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
         self._lifecycle.check()

@@ -131,6 +131,9 @@ class RedisStore(Store):
         self._lifecycle.enter(keys)
         return [reply == 1 for reply in self._replies([("EXISTS", key) for key in keys])]
 
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [not is_there for is_there in self.which_stored(keys)]
+
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         self._lifecycle.enter(keys, slots)
         for part in _batches(slots.sizes, _READ_BATCH):

@@ -32,6 +32,7 @@ from pdstore.store.optional import (
     TellsChanges,
     TellsOrigins,
     TellsReads,
+    TellsRemovals,
     TellsRoom,
     TellsTiers,
     tier_name,
@@ -223,6 +224,21 @@ def _finder(stack: Stack) -> FindsKeys | None:
     return _Finder(stack) if _in_each(stack, FindsKeys) is not None else None
 
 
+class _Removals:
+    """TellsRemovals: a value is gone if no tier that may have it does."""
+
+    def __init__(self, finder: FindsKeys) -> None:
+        self._finder = finder
+
+    def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [not is_there for is_there in self._finder.which_stored(keys)]
+
+
+def _removals(stack: Stack) -> TellsRemovals | None:
+    finder = _finder(stack) if _in_each(stack, TellsRemovals) is not None else None
+    return _Removals(finder) if finder is not None else None
+
+
 class _Lister:
     """ListsValues: lists each key once, as the fastest tier that has it does."""
 
@@ -387,6 +403,7 @@ def _mover(stack: Stack) -> MovesValues | None:
 
 _MAKERS: Mapping[type, Callable[[Stack], object | None]] = {
     FindsKeys: _finder,
+    TellsRemovals: _removals,
     ListsValues: _lister,
     TellsRoom: _room,
     EvictsByUse: _by_use,

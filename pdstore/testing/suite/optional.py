@@ -16,6 +16,7 @@ from pdstore.store.optional import (
     EvictsByUse,
     ListsValues,
     StoredValue,
+    TellsRemovals,
     TellsRoom,
 )
 from pdstore.testing.values import (
@@ -164,6 +165,27 @@ class PressureTests:
             f"the store lacks {missing} of pdstore.store.EvictsByUse, so pdstore makes none of its"
             " calls: every save may evict, and a hand-off finds no room where all is leased"
         )
+
+    def test_what_is_gone_is_told_whoever_has_removed_it(
+        self, store: Store, peer: Store, small_store: Store
+    ) -> None:
+        """For stores that tell which values are gone (`TellsRemovals`); skipped for others."""
+        tells, told_when_full = (each.optional(TellsRemovals) for each in (store, small_store))
+        if tells is None or told_when_full is None:
+            pytest.skip("this store does not tell which values are gone")
+        keys = fresh_keys(4)
+        put(store, keys[:3], contents(keys[:3], 100))
+        assert tells.which_removed(keys) == [False, False, False, True]
+        peer.remove(keys[1:2])
+        assert tells.which_removed([keys[1], keys[0]]) == [True, False]
+        peer.clear(keys[0].split(":")[1])
+        assert tells.which_removed(keys) == [True] * 4
+        assert tells.which_removed([]) == []
+        first = fresh_keys(2 * MOST)
+        num_stored = sum(_put_what_fits(small_store, [key])[0] for key in first)
+        gone = told_when_full.which_removed(first)
+        assert any(gone)  # evicted, or never stored for want of room
+        assert 0 < gone.count(False) <= num_stored
 
     def test_clear_leaves_room(self, small_store: Store) -> None:
         keys = fresh_keys(MOST)

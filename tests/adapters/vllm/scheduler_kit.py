@@ -23,7 +23,7 @@ ONE_STATE = StateTables(frozenset({0, 1}), 2048, keeps_ends=False)
 """The same without prefix caching: a request has one state, which each step overwrites."""
 OPTIONS = (
     *("may_follow", "step_timeout_s", "longest_prompt", "longest_drafted", "weights_of"),
-    *("num_ranks", "contents"),
+    *("num_ranks", "contents", "events"),
 )
 
 
@@ -47,16 +47,19 @@ def namespace_of(settings, weights="w", states=None, page=None):
 
 @pytest.fixture
 def scheduler_of(url, closed_after):
-    """Makes schedulers that have begun: `scheduler_of(role="prefill")`."""
+    """Makes schedulers that have begun: `scheduler_of(role="prefill")`.
 
-    def make(*, metrics=None, states=None, page=None, **changes):
+    small: tokens of one of vLLM's blocks, where a block of the pool has several.
+    """
+
+    def make(*, metrics=None, states=None, page=None, small=BLOCK, **changes):
         given = {name: changes.pop(name) for name in OPTIONS if name in changes}
         settings = settings_of(**{"store": url, **changes})
         num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
         scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
         scheduler.saves.block_pool = BlockPool()
         namespace = namespace_of(settings, states=states, page=page)
-        scheduler.set_layouts([RankLayout(namespace, BLOCK, states or StateTables())])
+        scheduler.set_layouts([RankLayout(namespace, small, states or StateTables())])
         return closed_after(scheduler)
 
     return make

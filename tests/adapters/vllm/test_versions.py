@@ -24,6 +24,7 @@ WITHOUT_CPU = ("0.33.0",)
 
 TESTS = (
     "describe",
+    "events",
     "pages",
     "random_orders",
     "saves",

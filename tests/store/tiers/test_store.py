@@ -20,6 +20,7 @@ from pdstore.store.optional import (
     ListsValues,
     RenewsUnread,
     TellsChanges,
+    TellsRemovals,
     TellsRoom,
 )
 from pdstore.store.url import Reach
@@ -108,6 +109,8 @@ def test_the_result_ends_at_the_first_key_that_no_tier_has(three, missing):
     assert get(store, keys, [SIZE] * 12) == values_of(keys)[:missing]
     found = store.optional(FindsKeys).which_stored(keys)
     assert found == [i != missing for i in range(12)]
+    gone = store.optional(TellsRemovals).which_removed(keys)
+    assert gone == [i == missing for i in range(12)]
 
 
 def test_each_key_is_leased_in_the_tier_that_has_it(open_tiers):
@@ -295,6 +298,7 @@ def test_a_plug_ins_store_may_be_any_tier(open_tiers):
         assert store.match(keys) == 6
         assert get(store, keys, [SIZE] * 6) == values_of(keys)
         assert store.optional(FindsKeys) is None
+        assert store.optional(TellsRemovals) is None
         assert store.optional(ListsValues) is None
 
 
