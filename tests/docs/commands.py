@@ -56,6 +56,7 @@ RUN_BY = {
         f"{_EXAMPLES}/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
     ),
+    "redis-server *": "tests/examples/test_two_hosts.py::test_the_commands_of_the_page_hand_over",
     "vllm-router *": (
         "tests/adapters/vllm/test_other_router.py::test_d_loads_what_p_has_saved_behind_vllm_router"
     ),
@@ -95,14 +96,14 @@ class Command(NamedTuple):
 
 def commands() -> list[Command]:
     """Every command of every page, each line once."""
-    found = {
-        line: Command(page, line)
-        for page in sorted(PAGES)
-        if page.name not in WITHOUT_COMMANDS
-        for block in _blocks(page.read_text())
-        for line in _lines(block)
-    }
+    pages = [page for page in sorted(PAGES) if page.name not in WITHOUT_COMMANDS]
+    found = {line: Command(page, line) for page in pages for line in lines_of(page)}
     return list(found.values())
+
+
+def lines_of(page: Path) -> list[str]:
+    """The commands of one page, in their order."""
+    return [line for block in _blocks(page.read_text()) for line in _lines(block)]
 
 
 def words(line: str) -> list[str]:
