@@ -33,6 +33,13 @@ OUTSIDE = {
 _LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    text = (ROOT / "pdstore" / "__init__.py").read_text()
+    [version] = re.findall(r'^__version__ = "(.+)"', text, re.MULTILINE)
+    config.repo_name = f"pdstore {version}"  # beside the link to the repository
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, place in OUTSIDE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))

@@ -18,6 +18,7 @@ from scripts.site_docstrings import listed
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "pdstore.rules.yaml").read_text())
 MAX_WORDS_OF_BENCHMARKS = 1500
+CODE_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 
 
@@ -95,6 +96,22 @@ def test_the_page_of_the_benchmarks_is_short_and_names_no_commit():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     assert len(text.split()) <= MAX_WORDS_OF_BENCHMARKS
     assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,8}\b", text)
+
+
+MOST_COLUMNS = 76
+"""The columns of code that the site shows without a bar to scroll."""
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+def test_a_line_of_code_fits_the_sites_page(page):
+    """What a program prints (`text`) is as wide as the program makes it."""
+    fence = re.compile(r"^( *)```(?!text)\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    lines = [
+        line.removeprefix(match[1])
+        for match in fence.finditer(page.read_text())
+        for line in match[2].splitlines()
+    ]
+    assert not [line for line in lines if len(line) > MOST_COLUMNS]
 
 
 def test_names_in_a_docstring_become_a_list():
