@@ -58,7 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = _place_of(path, config, files)
         if place is None:
             return text if text.startswith("`") else f"`{text}`"
-        return f"{mark}[{text}]({place}{anchor})"  # every page lies at the top
+        place = os.path.relpath(place, Path(page.file.src_uri).parent)
+        return f"{mark}[{text}]({place}{anchor})"
 
     return _LINK.sub(replaced, markdown)
 
