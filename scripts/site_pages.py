@@ -33,6 +33,13 @@ OUTSIDE = {
 _LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    text = (ROOT / "pdstore" / "__init__.py").read_text()
+    [version] = re.findall(r'^__version__ = "(.+)"', text, re.MULTILINE)
+    config.repo_name = f"pdstore {version}"  # beside the link to the repository
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, place in OUTSIDE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
@@ -51,7 +58,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = _place_of(path, config, files)
         if place is None:
             return text if text.startswith("`") else f"`{text}`"
-        return f"{mark}[{text}]({place}{anchor})"  # every page lies at the top
+        place = os.path.relpath(place, Path(page.file.src_uri).parent)
+        return f"{mark}[{text}]({place}{anchor})"
 
     return _LINK.sub(replaced, markdown)
 

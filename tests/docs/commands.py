@@ -59,6 +59,7 @@ RUN_BY = {
         f"{_EXAMPLES}/test_demo_mooncake.py"
         "::test_the_script_starts_a_pool_and_a_signal_ends_all_of_it"
     ),
+    "redis-server *": "tests/examples/test_two_hosts.py::test_the_commands_of_the_page_hand_over",
     "pip install vllm-router": _VLLM_ROUTER,
     "vllm-router *": _VLLM_ROUTER,
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
@@ -101,14 +102,14 @@ class Command(NamedTuple):
 
 def commands() -> list[Command]:
     """Every command of every page, each line once."""
-    found = {
-        line: Command(page, line)
-        for page in sorted(PAGES)
-        if page.name not in WITHOUT_COMMANDS
-        for block in _blocks(page.read_text())
-        for line in _lines(block)
-    }
+    pages = [page for page in sorted(PAGES) if page.name not in WITHOUT_COMMANDS]
+    found = {line: Command(page, line) for page in pages for line in lines_of(page)}
     return list(found.values())
+
+
+def lines_of(page: Path) -> list[str]:
+    """The commands of one page, in their order."""
+    return [line for block in _blocks(page.read_text()) for line in _lines(block)]
 
 
 def words(line: str) -> list[str]:

@@ -53,11 +53,11 @@ def _label(name: str, values: Sequence[str]) -> str:
 
 def advice_table() -> str:
     """Returns the Markdown table of the reasons."""
-    rows = ["| reason | severity | means | look at |", "|---|---|---|---|"]
+    rows = ["| reason | severity | means |", "|---|---|---|"]
     for reason in Reason:
-        advice = ADVICE[reason]
-        severity = reason.severity.value
-        rows.append(f"| `{reason.value}` | {severity} | {advice.means} | {advice.look_at} |")
+        advice, severity = ADVICE[reason], reason.severity.value
+        link = f"[`{reason.value}`](runbook.md#{reason.value})"
+        rows.append(f"| {link} | {severity} | {advice.means} |")
     return "\n".join(rows)
 
 

@@ -18,6 +18,7 @@ from scripts.site_docstrings import listed
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "pdstore.rules.yaml").read_text())
 MAX_WORDS_OF_BENCHMARKS = 1500
+CODE_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 
 
@@ -81,12 +82,13 @@ def test_the_page_of_the_api_has_every_public_name_once():
 
 
 def test_the_raw_files_are_those_that_the_pages_and_their_own_list_name():
-    texts = {page.stem: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "mooncake.md"]
+    texts = {page.stem: page.read_text() for page in pages}
     named = {page: set(re.findall(r"\b\w+\.(?:json|txt)\b", text)) for page, text in texts.items()}
     results = ROOT / "benchmarks" / "results"
     there = {path.name for path in results.iterdir()} - {"README.md"}
     assert there <= set().union(*named.values())
-    assert named["benchmarks"] | named["comparison"] | named["fleet"] <= there
+    assert named["benchmarks"] | named["comparison"] | named["051-cells"] <= there
     assert there == set(re.findall(r"`(\w+\.json)`", (results / "README.md").read_text()))
 
 
@@ -94,6 +96,23 @@ def test_the_page_of_the_benchmarks_is_short_and_names_no_commit():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     assert len(text.split()) <= MAX_WORDS_OF_BENCHMARKS
     assert not re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,8}\b", text)
+
+
+MOST_COLUMNS = 76
+"""The columns of code that the site shows without a bar to scroll."""
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+def test_a_line_of_code_fits_the_sites_page(page):
+    """What a program prints (`text`) is as wide as the program makes it."""
+    fence = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    lines = [
+        line.removeprefix(match[1])
+        for match in fence.finditer(page.read_text())
+        if match[2] != "text"
+        for line in match[3].splitlines()
+    ]
+    assert not [line for line in lines if len(line) > MOST_COLUMNS]
 
 
 def test_names_in_a_docstring_become_a_list():

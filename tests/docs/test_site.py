@@ -17,6 +17,7 @@ from tests.support.browser import needs_browser, shown
 pytest.importorskip("mkdocs", reason="comes with the extra docs, which make setup installs")
 from markdown_it import MarkdownIt
 
+from pdstore import __version__
 from scripts.site_pages import OUTSIDE
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,14 @@ def test_the_search_finds_a_word_on_a_page_that_was_opened_from_the_disk(
     page = shown(f"file://{site}/index.html?q=sizing", tmp_path)
     results = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', page)
     assert f"file://{site}/sizing.html" in {result.partition("?")[0] for result in results}
+
+
+def test_a_page_links_the_repository_and_shows_the_version(site: Path) -> None:
+    page = (site / "stores.html").read_text()
+    [link] = re.findall(r'<a href="?([^" >]+)"?[^>]*class="?md-source\b', page)[:1]
+    assert link.startswith("https://")
+    assert f">pdstore {__version__}<" in re.sub(r"\s*([<>])\s*", r"\1", page)
+    assert "data-md-component=source" not in page.replace('"', ""), "it would ask the host"
 
 
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
