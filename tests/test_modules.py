@@ -27,7 +27,7 @@ FLOORS = (
     ("adapters", "pdstore_lmcache", "testing", "cli", "router", "public"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-VLLM_FILES = ("plugin", "messages", "describe", "layers", "tables", "connector", "stats")
+VLLM_FILES = ("plugin", "messages", "describe", "layers", "tables", "connector", "stats", "events")
 DOORS = {
     "os.environ": ["environment", "settings"],
     "threading.Thread": ["threads"],

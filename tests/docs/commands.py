@@ -62,6 +62,10 @@ RUN_BY = {
     "redis-server *": "tests/examples/test_two_hosts.py::test_the_commands_of_the_page_hand_over",
     "pip install vllm-router": _VLLM_ROUTER,
     "vllm-router *": _VLLM_ROUTER,
+    "vllm serve MODEL --kv-events-config *": (
+        "tests/adapters/vllm/test_pool_index.py"
+        "::test_an_index_of_the_events_of_two_instances_equals_the_pool"
+    ),
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
     "sglang serve *": f"{_OF_SGLANG}_page_are_sglangs",
     "lmcache *": (

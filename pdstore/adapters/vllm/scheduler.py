@@ -66,6 +66,7 @@ class PDStoreConnectorScheduler:
       host answers in about a millisecond if the prompt is long. A request whose lookup has no
       answer in time waits for the next step, and steps may be long.
 
+    cache: finds what the pool has of prompts; None before `set_layouts`.
     saves: the planner of the saves. Its `block_pool` must be set to vLLM's BlockPool, whose
       reference counts keep the blocks of saves allocated.
     """
@@ -86,7 +87,7 @@ class PDStoreConnectorScheduler:
         self.worker_metrics = WorkerMetrics()
         self.saves = Saves(self.num_ranks)
         self._weights = KnownWeights(self.num_ranks)
-        self._cache: PrefixCacheManager | None = None
+        self.cache: PrefixCacheManager | None = None
         self._prompt_times: PromptTimes | None = None  # None: load all that is found
         self._reporting: Reporting | None = None
         self._records = Records(Journal(), self.settings.role)
@@ -104,7 +105,7 @@ class PDStoreConnectorScheduler:
         namespace = layout.namespace
         self.saves.block_tokens = layout.block_tokens
         self.saves.states = layout.states
-        cache = self._cache = PrefixCacheManager(
+        cache = self.cache = PrefixCacheManager(
             self.settings,
             namespace,
             metrics=self.metrics,
@@ -131,18 +132,18 @@ class PDStoreConnectorScheduler:
         Returns None if they are not known yet, or if the request must not use the pool.
         """
         known = self._requests.get(request.request_id)
-        if known is not None or self._cache is None or request.request_id in self._bypassing:
+        if known is not None or self.cache is None or request.request_id in self._bypassing:
             return known and known[1]
         content = self.contents.content_of(request)
         if not (content.is_known and self._may_use_pool(request)):
             return None
-        keys = keys_of(request, self._cache, content)
+        keys = keys_of(request, self.cache, content)
         if keys is None:
-            self._bypass(request, self._cache)
+            self._bypass(request, self.cache)
             return None
         headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
         state = EngineRequest(
-            self._cache,
+            self.cache,
             self.settings,
             keys,
             params_of(request),
@@ -163,7 +164,7 @@ class PDStoreConnectorScheduler:
         Where layers have states, P computes all of a prompt but its last token, because D computes
         that token itself, and goes on from the state before it.
         """
-        if self._cache is not None and drops_last_token(request, self._cache):
+        if self.cache is not None and drops_last_token(request, self.cache):
             drop_last_token(request)
         self.add(request)
 
@@ -262,8 +263,8 @@ class PDStoreConnectorScheduler:
         """Handles a report from some ranks: frees blocks that are saved, and ends loads."""
         if report.weights and self._weights.add_reports(report.weights):
             self._weights_written()
-        if report.weights and self._cache is not None:
-            self._cache.use_weights(self._weights.digest)
+        if report.weights and self.cache is not None:
+            self.cache.use_weights(self._weights.digest)
         self.saves.release_blocks(report.released)
         for end in report.ended:
             self.events.job_ended(end)
@@ -331,7 +332,7 @@ class PDStoreConnectorScheduler:
         self._records.close()
         self.contents.close()
         self.events.close()
-        for each in (self._cache, self._reporting):
+        for each in (self.cache, self._reporting):
             if each is not None:
                 each.close()
 

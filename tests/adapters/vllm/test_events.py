@@ -50,7 +50,7 @@ def request(**changes):
 
 def keys_of(scheduler, first=0, stop=None):
     """The keys of the prompt's whole blocks in the pool."""
-    namespace = scheduler._cache.namespace
+    namespace = scheduler.cache.namespace
     keys = PromptKeys(namespace).extend(PROMPT[: len(PROMPT) // BLOCK * BLOCK])
     return keys.store_keys(namespace.parts, first, stop)
 
@@ -123,9 +123,9 @@ def test_an_adapter_is_told_with_its_id_its_name_and_the_extra_keys(telling, sto
     scheduler = telling()
     lora = SimpleNamespace(adapter_id=7, name="law", lora_name="law", lora_path="/law")
     asked = request(lora_request=lora, prompt_embeds_per_block_hashes=None)
-    keys = scheduler._cache.keys(PROMPT[:256])
+    keys = scheduler.cache.keys(PROMPT[:256])
     put(store, names := keys.store_keys(keys.namespace.parts), contents(names, 100))
-    match = scheduler._cache.match(keys)
+    match = scheduler.cache.match(keys)
     assert match.num_tokens == 256
     scheduler.events.found(asked, match)
     [told] = scheduler.events.take()
@@ -140,7 +140,7 @@ def test_blocks_of_vllm_go_together_when_one_part_of_theirs_is_gone(telling, sto
     store.remove(keys_of(scheduler, 2, 3)[-1:])
     [told] = eventually(scheduler.events.take)
     assert told == BlockRemoved(block_hashes=published(8, 12), medium=MEDIUM)
-    store.clear(scheduler._cache.namespace.hex)
+    store.clear(scheduler.cache.namespace.hex)
     [told] = eventually(scheduler.events.take)
     assert sorted(told.block_hashes) == sorted([*published(0, 8), *published(12, 16)])
 
@@ -150,7 +150,7 @@ def test_what_two_blocks_of_the_pool_share_stays_until_both_are_gone(telling, st
     save(scheduler, store, request())
     scheduler.events.take()
     prompt = [*PROMPT[:240], *PROMPT[:60]]  # it parts from the other within its fourth block
-    keys = PromptKeys(scheduler._cache.namespace).extend(prompt[:256])
+    keys = PromptKeys(scheduler.cache.namespace).extend(prompt[:256])
     own = keys.store_keys(keys.namespace.parts, 3)
     put(store, own, contents(own, 100))
     hashes = [*HASHES[:15], bytes([99]) * 32]
@@ -216,7 +216,9 @@ def test_nothing_is_kept_while_no_events_can_be_told(scheduler_of, store, make, 
 
 def test_of_layers_with_states_no_block_is_asked_for(telling):
     scheduler = telling(states=STATES)
-    namespace = scheduler._cache.namespace
+    namespace = scheduler.cache.namespace
     whole = [part for part in namespace.parts if part.group not in namespace.continuation.needs]
     assert len(whole) < len(namespace.parts)
-    assert list(scheduler.events._watch.heads) == [namespace.key_prefix(part) for part in whole]
+    assert list(vars(scheduler.events)["_watch"].heads) == [
+        namespace.key_prefix(part) for part in whole
+    ]

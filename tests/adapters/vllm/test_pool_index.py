@@ -186,7 +186,10 @@ def test_an_index_of_the_events_of_two_instances_equals_the_pool(fleet, seconds)
     assert all(index.num_removed for index in fleet.indexes)  # the pool was full
     eventually(fleet.agrees, SETTLED_S)
     assert fleet.stored()
-    assert run("purge", "--namespace", fleet.namespace().hex, "--store", fleet.url).status == 0
+    assert (
+        run("purge", "--yes", "--namespace", fleet.namespace().hex, "--store", fleet.url).status
+        == 0
+    )
     assert not fleet.stored()
     eventually(lambda: not any(fleet.told()), SETTLED_S)
     churn(fleet, seconds / 2)
