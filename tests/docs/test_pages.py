@@ -88,7 +88,7 @@ def test_the_raw_files_are_those_that_the_pages_and_their_own_list_name():
     results = ROOT / "benchmarks" / "results"
     there = {path.name for path in results.iterdir()} - {"README.md"}
     assert there <= set().union(*named.values())
-    assert named["benchmarks"] | named["comparison"] | named["051-cells"] <= there
+    assert named["benchmarks"] | named["comparison"] | named["052-cells"] <= there
     assert there == set(re.findall(r"`(\w+\.json)`", (results / "README.md").read_text()))
 
 
