@@ -24,7 +24,7 @@ DIRECTIONS = tuple(direction.value for direction in Direction)
 REASONS = tuple(reason.value for reason in Reason)
 VERBS = ("match", "get", "put", "remove", "clear")
 WAYS = ("load", "compute", "both")
-COPIES = ("copied", "given_up", "lost")
+COPIES = ("copied", "not_admitted", "given_up", "lost", "promoted", "wrong")
 SECONDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 """Upper bounds of the histograms' buckets, in seconds."""
 
