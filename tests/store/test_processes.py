@@ -116,12 +116,12 @@ def test_processes_that_evict_keep_the_budget_and_the_leases(tmp_path, in_three_
 
 HALF_WRITER = """
 import os, socket, sys, time
-from pdstore.settings import Settings
+from pdstore.settings import read_settings
 from pdstore.store import open_store
 from pdstore.testing.values import content, put
 
 url, key, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-store = open_store(url, Settings())
+store = open_store(url, read_settings(store=url, native="off"))  # so Python writes files
 
 def hang():
     print("half", flush=True)
