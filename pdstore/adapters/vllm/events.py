@@ -133,12 +133,13 @@ class PoolEvents:
         save.num_ranks -= 1
         if not save.num_ranks:
             del self._saves[end.number]
-            self._note(save.request, save.keys, save.first_token, save.num_tokens)
+            if save.num_tokens > save.first_token:
+                self._note(save.request, save.keys, save.num_tokens)
 
     def found(self, request: Any, match: Match | None) -> None:
         """Tells of the blocks that a lookup has found, but for those that P still saves."""
         if self._watch is not None and match is not None and match.follow is None:
-            self._note(request, match.keys, 0, match.num_tokens)
+            self._note(request, match.keys, match.num_tokens)
 
     def forget(self) -> None:
         """Tells that all blocks are gone, because no request of this instance will ask for them."""
@@ -158,20 +159,24 @@ class PoolEvents:
         if self._thread is not None:
             self._thread.stop(timeout_s=1.0)
 
-    def _note(self, request: Any, keys: PromptKeys, first_token: int, num_tokens: int) -> None:
-        """Notes whole blocks that are in the pool, and tells of those that are new."""
+    def _note(self, request: Any, keys: PromptKeys, num_tokens: int) -> None:
+        """Notes whole blocks that are in the pool, and tells of those that are new.
+
+        Those before a save's first one, too: no lookup may have told of them, as where the engine
+        had them itself, and routers leave out a block whose parent they do not know. Should one of
+        them be gone, a check tells of that.
+        """
         pool_tokens, block_tokens, hash_tokens = self._size
         hashes = getattr(request, "block_hashes", ())
         if hash_tokens != block_tokens:
             view = kv_cache_utils.BlockHashListWithBlockSize
             hashes = view(hashes, hash_tokens, block_tokens)
         size = pool_tokens // block_tokens
-        first, end = first_token // pool_tokens, min(num_tokens // pool_tokens, len(hashes) // size)
-        names = keys.hashes(first, end)
+        names = keys.hashes(0, min(num_tokens // pool_tokens, len(hashes) // size))
         new: list[int] = []
         with self._lock:
             self._num_notes += 1
-            for number, name in enumerate(names, first):
+            for number, name in enumerate(names):
                 last = hashes[(number + 1) * size - 1]
                 if (known := self._blocks.get(last)) is None:
                     new.append(number)
@@ -184,7 +189,7 @@ class PoolEvents:
                 for number in range(start, stop):
                     at = (number - start) * size
                     own = event.block_hashes[at : at + size]
-                    block = _Block(names[number - first], own, self._num_notes)
+                    block = _Block(names[number], own, self._num_notes)
                     self._blocks[hashes[(number + 1) * size - 1]] = block
                     self._num_blocks_with.update(own[:-1])
             most = self._most_hashes // size
