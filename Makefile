@@ -88,9 +88,10 @@ UNCOUNTABLE := fork or signal_handler or SIGTERM
 UNCOUNTED := $(addprefix tests/,store/tiers/test_contract.py store/test_conformance.py scheduler/test_break_even.py \
   worker/test_scales.py worker/test_table_sizes.py)
 coverage: coverage-seams coverage-vllm coverage-report ## How much of each folder of pdstore/ the seams' tests run
+# pytest ignores no folder that it is also given, so those that ARGS ignore are left out.
 coverage-seams: setup # counted, an example of hypothesis may take longer than its 200 ms: the profile allows it
 	@$(BIN)/python -m coverage run -m pytest -m 'not vllm and not nightly' -k 'not ($(UNCOUNTABLE))' \
-	  --hypothesis-profile=ci $(addprefix --ignore=,$(UNCOUNTED)) $(if $(filter tests/%,$(ARGS)),,$(SEAMS)) $(ARGS)
+	  --hypothesis-profile=ci $(addprefix --ignore=,$(UNCOUNTED)) $(if $(filter tests/%,$(ARGS)),,$(filter-out $(patsubst --ignore=%,%,$(ARGS)),$(SEAMS))) $(ARGS)
 coverage-vllm: setup-vllm
 	@$(VLLM_BIN)/python -m coverage run -m pytest -m 'vllm and not nightly' $(VLLM_SEAMS) $(ARGS)
 coverage-report: setup
