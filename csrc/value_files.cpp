@@ -111,6 +111,14 @@ int32_t write_path(const char *temporary, const char *path, char *value, int64_t
   return why == EEXIST ? 0 : why;
 }
 
+// Moves values in turn until one fails; returns how many are done. `move` gives 0 or what is wrong.
+template <typename Move>
+int64_t num_moved(const Move &move, int64_t count, int32_t *why) {
+  int64_t done = 0;
+  while (done < count && (*why = move(done)) == 0) ++done;
+  return done;
+}
+
 constexpr int64_t kNs = 1000000000;  // nanoseconds of a second
 
 timespec time_of(int64_t ns) {
@@ -200,7 +208,7 @@ extern "C" int32_t pds_write_values(pds_engine *engine, int32_t way, const char 
       return PDS_OK;
     }
     // Again in turn: to find the first that fails, and without the room that all at once took.
-    for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
+    *num_written = num_moved(write, count, why);
     return PDS_OK;
   });
 }
@@ -220,7 +228,7 @@ extern "C" int32_t pds_read_files(int32_t way, const char *paths, const uint64_t
     const auto read = [&](int64_t i) {
       return read_path(path[i], reinterpret_cast<char *>(addresses[i]), sizes[i]);
     };
-    for (; *num_read < count && (*why = read(*num_read)) == 0; ++*num_read) continue;
+    *num_read = num_moved(read, count, why);
     return PDS_OK;
   });
 }
@@ -241,7 +249,7 @@ extern "C" int32_t pds_write_files(int32_t way, const char *temporary, const cha
       char *value = reinterpret_cast<char *>(addresses[i]);
       return write_path(temporary, path[i], value, sizes[i], nullptr);
     };
-    for (; *num_written < count && (*why = write(*num_written)) == 0; ++*num_written) continue;
+    *num_written = num_moved(write, count, why);
     return PDS_OK;
   });
 }

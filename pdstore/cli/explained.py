@@ -180,19 +180,22 @@ def explain(
         silent = [*pool.silent.values()]
     if meant is None:
         why = "this pool has no such namespace" if namespace else "this pool is empty"
-        num = len(token_ids)
-        numbers: dict[str, Json] = {
-            "store": label,
-            "prompt_tokens": num,
-            "found_tokens": 0,
-            "why": why,
-        }
-        said: list[RenderableType] = [f"0 of {num:,} tokens: {why} ({label})", *silent]
-        nothing = Answer({**numbers, "problems": [*silent]}, said, status=1)
-        return _with_losses(nothing, peers)
+        return _with_losses(_nothing_found(label, len(token_ids), why, silent), peers)
     meant = meant._replace(problems=[*silent, *meant.problems])
     answer = _answer(label, meant, [cover for cover in covers if cover is not best], names)
     return _with_losses(answer, peers)
+
+
+def _nothing_found(label: str, num_tokens: int, why: str, silent: Sequence[str]) -> Answer:
+    document: Json = {
+        "store": label,
+        "prompt_tokens": num_tokens,
+        "found_tokens": 0,
+        "why": why,
+        "problems": [*silent],
+    }
+    shown: list[RenderableType] = [f"0 of {num_tokens:,} tokens: {why} ({label})", *silent]
+    return Answer(document, shown, status=1)
 
 
 def _placed(cover: Cover, tiers: Sequence[Store], names: Sequence[str]) -> Cover:

@@ -44,6 +44,16 @@ class _Entry(NamedTuple):
         words = self.rest.split("; ")
         return next((_REASONS[word] for word in words if word in _REASONS), None)
 
+    def as_json(self) -> Json:
+        return {
+            "log": self.file,
+            "request_id": self.request_id,
+            "handoff": self.handoff,
+            **dict(zip(_COUNTS, self.counts, strict=True)),
+            "reason": self.reason.value if self.reason else None,
+            "line": self.rest[2:],
+        }
+
 
 def explain_request(url: str | None, request: str, logs: Sequence[str]) -> Answer:
     """Tells what P and D logged of one request. Status 1 if something was missing for it.
@@ -71,20 +81,9 @@ def explain_request(url: str | None, request: str, logs: Sequence[str]) -> Answe
     for handoff in handoffs if not problems else ():
         where = ", ".join(markers.get(handoff, ())) or "nothing any more"
         shown.append(f"→ of hand-off {handoff[:12]} the pool has {where}")
-    documents: list[Json] = [
-        {
-            "log": entry.file,
-            "request_id": entry.request_id,
-            "handoff": entry.handoff,
-            **dict(zip(_COUNTS, entry.counts, strict=True)),
-            "reason": entry.reason.value if entry.reason else None,
-            "line": entry.rest[2:],
-        }
-        for entry in entries
-    ]
     document: Json = {
         "request": request,
-        "lines": documents,
+        "lines": [entry.as_json() for entry in entries],
         "reasons": [reason.value for reason in reasons],
         "markers": {name: [*keys] for name, keys in markers.items()},
         "problems": [*problems],

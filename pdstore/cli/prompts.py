@@ -70,7 +70,7 @@ def _ids_of_chat(path: str, tokenizer: Any) -> list[int]:  # noqa: ANN401
     try:
         text = tokenizer.apply_chat_template(body["messages"], tokenize=False, **options)
         return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:
+    except Exception as error:  # a template is a program, which raises what its author chose
         raise ConfigError(f"--chat {path}: the chat template says: {error}") from error
 
 

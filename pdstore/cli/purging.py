@@ -6,7 +6,7 @@ namespace ends with an error that names the tier, and must be run again (docs/ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ _BATCH = 1000
 
 
 class _Plan(NamedTuple):
-    """What is to be forgotten.
+    """Values that are to be forgotten.
 
     uses: the values to be forgotten, by namespace; their counts are 0 if the store lists nothing.
     keys: the keys of these values; None stands for all of the one namespace.
@@ -68,21 +68,29 @@ def clear(
             _forget(pool, plan)
         label, silent = pool.store.label, list(pool.silent.values())
         lists = pool.lists is not None
-    line = f"would forget {plan.what} (--dry-run)" if is_rehearsal else f"forgot {plan.what}"
-    if not is_rehearsal and not is_done:
-        line = "forgot nothing"
+    if is_rehearsal:
+        line = f"would forget {plan.what} (--dry-run)"
+    else:
+        line = f"forgot {plan.what}" if is_done else "forgot nothing"
     document: Json = {
         "store": label,
-        "namespace": plan.uses[0].hex if len(plan.uses) == 1 else None,
-        "namespaces": [use.hex for use in plan.uses],
-        "num_values": sum(use.num_values for use in plan.uses) if lists else None,
-        "bytes": sum(use.num_bytes for use in plan.uses) if lists else None,
+        **_numbers_of(plan.uses, lists=lists),
         "cleared": is_done,
         "problems": [*silent],
     }
     is_refused = not is_rehearsal and not is_done
     shown = [each for each in (line, plan.note, *silent) if each]
     return Answer(document, [*shown], status=int(bool(silent) or is_refused))
+
+
+def _numbers_of(uses: Sequence[NamespaceUse], *, lists: bool) -> dict[str, Json]:
+    """Names namespaces and counts their values; None stands for counts if the store lists none."""
+    return {
+        "namespace": uses[0].hex if len(uses) == 1 else None,
+        "namespaces": [use.hex for use in uses],
+        "num_values": sum(use.num_values for use in uses) if lists else None,
+        "bytes": sum(use.num_bytes for use in uses) if lists else None,
+    }
 
 
 def _plan_of_namespace(pool: OpenPool, beginning: str) -> _Plan:

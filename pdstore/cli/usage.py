@@ -36,18 +36,17 @@ def du(url: str | None) -> Answer:
     if len(tiers) == 1:
         total += _used(first_room)
     shown: list[RenderableType] = [_table(uses), muted(total)]
-    documents: list[Json] = []
-    for tier, of_tier, room in tiers:
-        has_answered = tier not in silent
-        documents.append(
-            {
-                "store": tier,
-                "room": _as_json(room),
-                "namespaces": _namespaces(of_tier) if has_answered else None,
-            }
-        )
-        if has_answered and len(tiers) > 1:
+    for tier, of_tier, room in tiers if len(tiers) > 1 else ():
+        if tier not in silent:
             shown += ["", _table(of_tier), muted(_total(tier, of_tier) + _used(room))]
+    documents: list[Json] = [
+        {
+            "store": tier,
+            "room": _as_json(room),
+            "namespaces": None if tier in silent else _namespaces(of_tier),
+        }
+        for tier, of_tier, room in tiers
+    ]
     return Answer(
         {
             "store": label,

@@ -316,7 +316,7 @@ class PrefixCacheManager:
 
     @property
     def removals(self) -> TellsRemovals | None:
-        """What tells which blocks of the pool are gone; None if the store cannot tell."""
+        """The store, if it can tell which blocks of the pool are gone; else None."""
         return self._store.optional(TellsRemovals)
 
     @property

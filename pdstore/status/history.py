@@ -53,7 +53,7 @@ class Totals(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the curves need of the counters at one time, in seconds of the history's clock."""
+    """The counters that the curves need, at one time in seconds of the history's clock."""
 
     at: float
     totals: tuple[Totals, ...]
