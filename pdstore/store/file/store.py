@@ -50,6 +50,10 @@ _WRITABLE = "name a directory that this user may write to"
 _MAX_PATHS = 8192
 _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be read
 _WARNING_INTERVAL_S = 60.0
+_NO_WATCH = (
+    "this user may watch no more folders, so puts are only found by searches at intervals:"
+    " raise the sysctl fs.inotify.max_user_instances, or ulimit -n"
+)
 _WHY_TWO = ". A directory of one host is another one on the next, and in a container: mount it"
 
 WriteValues = Callable[[str, Sequence[str], range], Ended]
@@ -170,7 +174,12 @@ class FileStore(Store):
         """Waits for puts of processes on this host; puts of other hosts do not end the wait."""
         self._lifecycle.check()
         with named_error(self.label, "cannot hear of changes"):
-            return self._bell.wait_for_wake(seen, timeout_s)
+            try:
+                return self._bell.wait_for_wake(seen, timeout_s)
+            except OSError as error:
+                if error.errno == errno.EMFILE:  # searches go on: nothing else tells
+                    log_once(log, f"{self.label}: {_NO_WATCH}", logging.WARNING)
+                raise
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> int:
         paths = self._enter(keys, slots)

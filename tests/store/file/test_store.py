@@ -53,6 +53,16 @@ def test_which_stored_answers_for_each_key_and_leases_none(store):
     assert [path_of(store, key).stat().st_mtime_ns for key in keys] == before
 
 
+def test_a_user_who_may_watch_no_more_folders_is_told_what_to_raise(store, monkeypatch, caplog):
+    def refused():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("pdstore.store.file.bell.INotify", refused)
+    with pytest.raises(StoreError):
+        store.wait_for_change(None, 0.1)
+    assert "raise the sysctl fs.inotify.max_user_instances" in caplog.text
+
+
 def test_random_calls_agree_with_a_dict(tmp_path):
     play_random_calls(lambda: FileStore(tmp_path / "pool"))
 
