@@ -23,7 +23,7 @@ DEMO_BIN := $(if $(filter vllm,$(ENGINE)),$(VLLM_BIN),$(BIN))
 
 .DEFAULT_GOAL := help
 .PHONY: help packages setup setup-vllm native demo quick test test-vllm nightly chaos check docs bench
-.PHONY: test-apart test-others test-uncounted test-uncountable test-vllm-uncounted bench-handoff bench-load release
+.PHONY: test-uncounted test-uncountable test-vllm-uncounted bench-handoff bench-load release
 .PHONY: coverage coverage-seams coverage-vllm coverage-report
 
 help: ## Show these targets
@@ -60,18 +60,10 @@ QUICK_TESTS := tests/test_modules.py $(addprefix tests/,format/test_block.py for
 quick: setup ## A test of each seam, in half a minute
 	@$(BIN)/python -m pytest -m 'not nightly and not mooncake' $(QUICK_TESTS) $(ARGS)
 
-# Whole, it is two processes of about the same length, since tests often wait.
-APART := tests/examples tests/router tests/deploy tests/benchmarks tests/store
+# Whole, it is three processes on two cores, since tests often wait.
 test: setup ## The test suite
-ifeq ($(strip $(ARGS)),)
-	@MAKE='$(MAKE)' scripts/test_in_two.sh
-else
-	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(ARGS)
-endif
-test-apart: setup
-	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(APART)
-test-others: setup
-	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(addprefix --ignore=,$(APART))
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not vllm and not nightly' \
+	  $(if $(strip $(ARGS)),,-n 3 --dist loadfile) $(ARGS)
 
 VLLM_TESTS := tests/adapters/vllm tests/examples/test_demo_vllm.py # to collect all takes 20 s
 test-vllm: setup-vllm ## The tests with vLLM
@@ -97,10 +89,11 @@ coverage-vllm: setup-vllm
 coverage-report: setup
 	@$(BIN)/python -m coverage combine -q && $(BIN)/python -m tests.support.rooms
 
-# What `make test` and `make test-vllm` run beside the counted tests and APART: CI runs each test once.
+# What `make test` and `make test-vllm` run beside the counted tests and OTHERS: CI runs each test once.
+OTHERS := $(addprefix tests/,examples router deploy benchmarks store)
 test-uncounted: setup
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' $(UNCOUNTED) integrations/lmcache/tests \
-	  $(filter-out $(SEAMS) $(APART) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) $(ARGS)
+	  $(filter-out $(SEAMS) $(OTHERS) tests/support tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)) $(wildcard tests/test_*.py)) $(ARGS)
 test-uncountable: setup
 	@$(BIN)/python -m pytest -m 'not vllm and not nightly' -k '$(UNCOUNTABLE)' \
 	  $$(grep -rlE 'fork|signal_handler|SIGTERM|StoreTests' --include='test_*.py' \
