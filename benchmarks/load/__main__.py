@@ -12,10 +12,10 @@ one run. `shm@TREE` is a kind of pdstore from another checkout, which --trees na
 `shm+PDSTORE_WORKERS=4` has settings. Behind `--` come the engine's own options.
 
 Kinds: `plain` has no pool, `ceiling` all KV in the GPU; `native` and `simple` are vLLM's own
-offloads, `lmcache` its server; `shm`, `shm_prompts` (no answers saved), `shm_auto` and
-`files` are one instance with pdstore; `relayed` and `concurrent` are P and D, `nixl` and
-`lmcache_pd` too, of others; `two` are two instances with one pool behind a router, and
-`two_affinity` behind one that sends a prompt where its prefix went before.
+offloads, `lmcache` its server; `shm`, `shm_prompts` (no answers saved), `shm_auto`, `shm_events`
+(it publishes KV events) and `files` are one instance with pdstore; `relayed` and `concurrent` are
+P and D, `nixl` and `lmcache_pd` too, of others; `two` are two instances with one pool behind a
+router, and `two_affinity` behind one that sends a prompt where its prefix went before.
 `tiers` is `shm` with files on a disk below it, and `lmcache_disk` is `lmcache` with the same;
 `tiers_direct` and `lmcache_direct` read and write the files past the page cache. Each of the four
 keeps at most --disk-gib below --disk.

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -83,7 +83,6 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str], disk: Disk) -> 
     """Returns every kind by name. settings: more of pdstore's, by variable."""
     num_bytes = int(sizes.pool_gib * (1 << 30))
     arena, files = f"shm://load?size={num_bytes}&dir={pool}", f"file://{pool}/files"
-    gib = f"{sizes.pool_gib:g}"
 
     def instance(url: str, role: str = "both", **more: str) -> Instance:
         environment = {
@@ -96,11 +95,29 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str], disk: Disk) -> 
         return Instance((), environment | dict(settings) | more)
 
     pair = [instance(arena, "prefill"), instance(arena, "decode")]
+    return _of_others(sizes, disk) | {
+        "shm": Kind([instance(arena)]),
+        "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
+        "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
+        "shm_events": Kind([replace(instance(arena), options=_publishing(pool))]),
+        "tiers": Kind([instance(f"{arena} {disk.url()}")]),
+        "tiers_direct": Kind([instance(f"{arena} {disk.url(direct='1')}")]),
+        "files": Kind([instance(f"{files}?budget={num_bytes}")]),
+        "relayed": Kind(pair, "relayed"),
+        "concurrent": Kind(pair, "concurrent"),
+        "two": Kind([instance(arena)] * 2, router=()),
+        "two_affinity": Kind([instance(arena)] * 2, router=("--affinity", "prefix")),
+    }
+
+
+def _of_others(sizes: Sizes, disk: Disk) -> dict[str, Kind]:
+    """Returns the kinds without pdstore."""
     lmcache = _peer("lmcache", "kv_producer")
+    num_bytes = int(sizes.pool_gib * (1 << 30))
     return {
         "plain": Kind([Instance()]),
         "ceiling": Kind([Instance()], gpu=_CEILING_TOKENS),
-        "native": Kind([Instance(["--kv-offloading-size", gib])]),
+        "native": Kind([Instance(["--kv-offloading-size", f"{sizes.pool_gib:g}"])]),
         "simple": Kind([_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=num_bytes)]),
         "lmcache": Kind([lmcache], service="lmcache"),
         "lmcache_disk": Kind([lmcache], service="lmcache", of_service=disk.of_lmcache()),
@@ -108,18 +125,14 @@ def kinds(pool: Path, sizes: Sizes, settings: Mapping[str, str], disk: Disk) -> 
             [lmcache], service="lmcache", of_service=disk.of_lmcache(use_odirect=True)
         ),
         "lmcache_pd": Kind([lmcache] * 2, "relayed", service="lmcache"),
-        "shm": Kind([instance(arena)]),
-        "shm_prompts": Kind([instance(arena, PDSTORE_SAVE_DECODED="0")]),
-        "shm_auto": Kind([instance(arena, PDSTORE_LOAD="auto")]),
-        "tiers": Kind([instance(f"{arena} {disk.url()}")]),
-        "tiers_direct": Kind([instance(f"{arena} {disk.url(direct='1')}")]),
-        "files": Kind([instance(f"{files}?budget={num_bytes}")]),
         "nixl": Kind([_peer("nixl", "kv_producer"), _peer("nixl", "kv_consumer")], "relayed"),
-        "relayed": Kind(pair, "relayed"),
-        "concurrent": Kind(pair, "concurrent"),
-        "two": Kind([instance(arena)] * 2, router=()),
-        "two_affinity": Kind([instance(arena)] * 2, router=("--affinity", "prefix")),
     }
+
+
+def _publishing(directory: Path) -> list[str]:
+    """Returns the options by which vLLM publishes KV events; nobody needs to read them."""
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    return ["--kv-events-config", json.dumps({**events, "endpoint": f"ipc://{directory}/events"})]
 
 
 def _connector(name: str, role: str = "kv_both", **extra: object) -> Instance:
