@@ -162,6 +162,11 @@ class PDStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         if num_external_tokens > 0 and not self._load(request, blocks, num_external_tokens):
             ids = blocks.get_block_ids()
             self.scheduler.fail_load(request.request_id, ids, num_external_tokens)
+        self._tell_found(request)
+
+    @degrades(lambda: None)
+    def _tell_found(self, request: Any) -> None:
+        self.scheduler.tell_found(request)
 
     @degrades(lambda: False)
     def _load(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:

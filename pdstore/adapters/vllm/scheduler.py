@@ -186,11 +186,18 @@ class PDStoreConnectorScheduler:
         self._unsettled.add(state.id)  # again, if it was preempted: its next step ends its wait
         num_tokens = int(request.num_tokens)
         end = state.find(num_computed, num_tokens)
-        self.events.found(request, state.found)
         self._mark_junction(request, state)
         if state.may_load and state.failure is not None and num_computed < num_tokens - 1:
             return num_tokens - 1 - num_computed  # promise a load: only a load can fail
         return end - num_computed
+
+    def tell_found(self, request: Any) -> None:
+        """Tells routers what a request has found, once vLLM has blocks for it.
+
+        Until then vLLM asks `num_found` again at every step, and telling walks a whole prompt.
+        """
+        if (known := self._requests.get(request.request_id)) is not None:
+            self.events.found(request, known[1].found)
 
     def load(self, request: Any, block_ids: BlockIds, num_external: int) -> None:
         """Queues the load that `num_found` promised, into the blocks that vLLM has allocated."""
