@@ -382,12 +382,14 @@ def _tier_of(tier: TierState, numbers: Mapping[str, float]) -> Json:
 
 
 def _reasons_of(numbers: dict[str, float]) -> Json:
-    """Returns the reasons of misses and drops so far, with their counts and what to look at."""
+    """Returns the reasons of misses and drops so far: counts, advice, whether something failed."""
     found: Json = {}
     for reason, advice in ADVICE.items():
         misses = numbers.get(f"misses_total|{reason.value}", 0.0)
         drops = numbers.get(f"drops_total|{reason.value}", 0.0)
         if misses or drops:
             look_at = advice.look_at.replace("`", "")
-            found[reason.value] = {"misses": misses, "drops": drops, "look_at": look_at}
+            is_fault = reason.value in _TO_LOOK_AT
+            one = {"misses": misses, "drops": drops, "look_at": look_at, "is_fault": is_fault}
+            found[reason.value] = one
     return found

@@ -13,12 +13,15 @@ from pdstore.errors import Reason, reasons_with
 from tests.docs.commands import ROOT
 
 pytest.importorskip("griffe", reason="comes with the extra docs, which make setup installs")
+from markdown_it import MarkdownIt
+
 from scripts.site_docstrings import listed
+from scripts.site_pages import OUTSIDE
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "pdstore.rules.yaml").read_text())
 MAX_WORDS_OF_BENCHMARKS = 1500
-CODE_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE_PAGES = sorted({*map(ROOT.joinpath, OUTSIDE), *(ROOT / "docs").glob("*.md")})
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 
 
@@ -102,15 +105,14 @@ MOST_COLUMNS = 76
 """The columns of code that the site shows without a bar to scroll."""
 
 
-@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_line_of_code_fits_the_sites_page(page):
     """What a program prints (`text`) is as wide as the program makes it."""
-    fence = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
     lines = [
-        line.removeprefix(match[1])
-        for match in fence.finditer(page.read_text())
-        if match[2] != "text"
-        for line in match[3].splitlines()
+        line
+        for token in MarkdownIt().parse(page.read_text())
+        if token.type in ("fence", "code_block") and token.info != "text"
+        for line in token.content.splitlines()
     ]
     assert not [line for line in lines if len(line) > MOST_COLUMNS]
 

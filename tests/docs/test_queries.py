@@ -21,9 +21,9 @@ GROWTH = {
     'pdstore_tokens_total{verb="promised"': 300,
     'pdstore_tokens_total{verb="lost"': 30,
     'pdstore_tokens_total{verb="loaded"': 60,
-    'vllm:request_prefill_time_seconds_sum{model_name="m"': 30,
-    'vllm:prompt_tokens_by_source_total{source="local_compute",model_name="m"': 600,
-    'vllm:prompt_tokens_by_source_total{source="external_kv_transfer",model_name="m"': 60,
+    'vllm_request_prefill_time_seconds_sum{model_name="m"': 30,
+    'vllm_prompt_tokens_by_source_total{source="local_compute",model_name="m"': 600,
+    'vllm_prompt_tokens_by_source_total{source="external_kv_transfer",model_name="m"': 60,
     'pdstore_job_seconds_sum{direction="load"': 1,
     'pdstore_job_seconds_sum{direction="save"': 7,
     'pdstore_exposed_seconds_bucket{le="1"': 99,
@@ -34,10 +34,12 @@ VALUES = [0.4, 0.1, 60 * 60 * (30 / 600) - 60 * 1, 1.0]
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs Debian's package prometheus")
-def test_the_queries_of_the_page_give_what_it_says(tmp_path):
+@pytest.mark.parametrize("prefix", ["vllm:", "vllm_"])
+def test_the_queries_of_the_page_give_what_it_says(prefix, tmp_path):
+    """To a Prometheus before 3.0 newer client libraries write `vllm_` for `vllm:`."""
     assert len(QUERIES) == len(VALUES)
     series = [
-        {"series": f'{name},instance="p"}}', "values": f"0+{each}x120"}
+        {"series": f'{name.replace("vllm_", prefix)},instance="p"}}', "values": f"0+{each}x120"}
         for name, each in GROWTH.items()
     ]
     checks = [

@@ -104,3 +104,13 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?([^\" >]+)", page.read_text())
         assert loaded
         assert not [target for target in loaded if "//" in target], page.name
+
+
+@needs_browser
+def test_its_colors_are_those_that_the_system_has_now(site: Path, tmp_path: Path) -> None:
+    """The browser keeps what the page chose, so both visits are of one profile."""
+    for number, scheme in ((1, "default"), (0, "slate")):
+        setting = f"--blink-settings=preferredColorScheme={number}"
+        page = shown((site / "index.html").as_uri(), tmp_path, setting)
+        [shown_as] = re.findall(r'<body .*?data-md-color-scheme="(\w+)"', page)
+        assert shown_as == scheme

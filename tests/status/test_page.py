@@ -13,7 +13,7 @@ from importlib.resources import files
 import pytest
 
 from pdstore.errors import Reason
-from pdstore.metrics import Metrics
+from pdstore.metrics import Metrics, TierState
 from pdstore.settings import read_settings
 from pdstore.status.history import EVERY_S, History
 from pdstore.status.server import CURVES, snapshot
@@ -25,11 +25,13 @@ from tests.support.clock import Clock
 pytestmark = [needs_browser, pytest.mark.slow]
 
 ARRIVED_AT = 1_790_000_000.0
+POOL_ID = bytes.fromhex("1abc76d005d89311f7f9449f7c8bcbc8")
+PROBLEM = "file:///mnt/nvme/pdstore: No space left on device"
 FRAME = """<!doctype html>
 <iframe src="/page" style="border: 0; width: 500px; height: 900px"></iframe>
 <script>setTimeout(() => {
   const page = document.querySelector("iframe").contentDocument;
-  const cells = [...page.querySelectorAll("#requests td:not(:empty)")].map(td => {
+  const cells = [...page.querySelectorAll("#requests td:not(:empty), #tier td")].map(td => {
     const { left, right, width } = td.getBoundingClientRect();
     return [td.textContent, left, right, width];
   });
@@ -68,7 +70,10 @@ def taken():
             phases=(Phase("wait", 0.0, 0.25), Phase("compute", 0.25, 1.0)),
         )
     )
-    cache = CACHE._replace(pool_id=bytes.fromhex("1abc76d005d89311f7f9449f7c8bcbc8"))
+    first = TierState("0 redis", "redis://store-host:6379/0")
+    below = TierState("1 file", "file:///mnt/nvme/pdstore", PROBLEM, 5, {"given_up": 1})
+    metrics.add_tiers(lambda: [first, below])
+    cache = CACHE._replace(pool_id=POOL_ID, tiers=[first, below])
     registries = [metrics.registry]
     return snapshot(read_settings(), cache, registries, journal, lambda: None, history)
 
@@ -118,7 +123,31 @@ def test_in_a_narrow_window_the_reason_is_in_sight_and_nothing_lies_outside(take
     measured = json.loads(measured)
     cells = {name: rest for name, *rest in measured["cells"]}
     assert measured["wide"] <= 500
-    left, right, width = cells["handoff_failed"]
-    assert 0 <= left < right <= 500
-    assert width > 50
+    for text in ("handoff_failed", PROBLEM, "1 given up"):
+        left, right, width = cells[text]
+        assert 0 <= left < right <= 500
+        assert width > 50
     assert time.strftime("%H:%M:%S", time.localtime(ARRIVED_AT)) in cells
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_bars_have_the_contrast_that_wcag_asks_for(scheme):
+    style = files("pdstore.status").joinpath("page.html").read_text().partition("</style>")[0]
+    light, dark = re.findall(r":root \{(.*?)\}", style)
+    colors = dict(re.findall(r"--(\w+): #(\w+)", light))
+    if scheme == "dark":
+        colors |= re.findall(r"--(\w+): #(\w+)", dark)
+    texts = [("ink", "page"), ("dim", "page"), ("bad", "page"), ("ink", "good"), ("bad", "alarm")]
+    bars = [(bar, on) for bar in ("wait", "load", "compute", "save") for on in ("page", "track")]
+    for least, pairs in ((4.5, texts), (3.0, bars)):
+        for front, back in pairs:
+            darker, lighter = sorted((luminance(colors[front]), luminance(colors[back])))
+            assert (lighter + 0.05) / (darker + 0.05) >= least, (front, back)
+
+
+def luminance(color):
+    """How light a color like fff or 1c2430 is, from 0 to 1, as WCAG defines it."""
+    digits = "".join(2 * digit for digit in color) if len(color) == 3 else color
+    shares = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+    return sum(x * weight for x, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))

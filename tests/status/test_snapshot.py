@@ -41,6 +41,7 @@ def test_settings_have_origins_and_no_secrets(monkeypatch):
 def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     metrics, journal = Metrics(), Journal()
     metrics.miss(Reason.LOST)
+    metrics.miss(Reason.ABSENT)
     metrics.tokens.labels("loaded").inc(64)
     journal.add(RECORD)
     taken = snapshot(read_settings(), CACHE, [metrics.registry], journal, lambda: "down")
@@ -49,7 +50,10 @@ def test_a_snapshot_is_json_with_requests_counts_and_reasons():
     assert said["metrics"]["tokens_total|loaded"] == 64
     assert said["metrics"]["queue_jobs|load"] == 0
     assert said["namespace"] == {"hex": CACHE.namespace.hex, "fields": {"weights": '"w"'}}
-    assert set(said["reasons"]) == {"lost"}
+    assert {reason: one["is_fault"] for reason, one in said["reasons"].items()} == {
+        "absent": False,
+        "lost": True,
+    }
     assert said["requests"][0]["request_id"] == "r-1"
     assert said["tiers"] == []
 
