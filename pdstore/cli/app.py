@@ -124,7 +124,8 @@ def explain(
         str | None, typer.Argument(metavar="PROMPT", help="Text; needs --model.")
     ] = None,
     ids: Annotated[
-        str | None, typer.Option(metavar="IDS", help="Token ids as 1,2,3, or a file of them.")
+        str | None,
+        typer.Option(metavar="IDS", help="1,2,3, or what vLLM's /tokenize gives, or a file of it."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="Has the PROMPT's tokenizer.")

@@ -65,6 +65,7 @@ _LOST = (
     "find out who takes values away: other users of the store, an eviction for want of room, a life"
     " (PDSTORE_BLOCK_TTL_S) that is too short, or two servers behind one address"
 )
+_SLOW = "find out why the server is slow or hangs, or whether a firewall drops what is sent to it"
 _MORE = "give the store more memory, or empty it"
 
 
@@ -216,7 +217,7 @@ def _remedy_of(cause: BaseException | None) -> str:
     if cause is None or not isinstance(cause, StoreError):
         return _LOST if cause is None else ""
     remedies = {StoreDenied: _DENIED, StoreFull: _MORE, StoreUnavailable: _ALIVE}
-    remedies |= {StoreTimeout: "find out why the server is slow or hangs"}
+    remedies |= {StoreTimeout: _SLOW}
     known = (remedy for kind, remedy in remedies.items() if isinstance(cause, kind))
     return next(known, "see the store's own words above, and its log")
 

@@ -22,6 +22,7 @@ from pdstore.store.optional import FindsKeys, StoredValue, num_evicted
 from pdstore.store.tiers.promotion import Prospect, prospect_of
 
 _ROWS = 12
+_EMPTY = "this pool is empty: PDSTORE_STORE or --store must be the URL that P and D have"
 
 
 class Cover(NamedTuple):
@@ -179,7 +180,7 @@ def explain(
         meant = _placed(best, pool.tiers, names) if best is not None else None
         silent = [*pool.silent.values()]
     if meant is None:
-        why = "this pool has no such namespace" if namespace else "this pool is empty"
+        why = "this pool has no such namespace" if namespace else _EMPTY
         return _with_losses(_nothing_found(label, len(token_ids), why, silent), peers)
     meant = meant._replace(problems=[*silent, *meant.problems])
     answer = _answer(label, meant, [cover for cover in covers if cover is not best], names)

@@ -40,6 +40,7 @@ _NO_PDSTORE = (
     " unset or names pdstore), and name the URL of its API; where that shows no metrics, set"
     " PDSTORE_STATUS_PORT and name this port"
 )
+_NO_REQUEST = "it has answered no request yet, and vLLM's /metrics tells of pdstore only then"
 _ONE_ROLE = (
     "give P and D each an address of its own (in Kubernetes, each a Service whose selector has a"
     " label that only its pods have)"
@@ -77,7 +78,7 @@ class Peer(BaseModel):
     format: str = ""
 
 
-def _metrics_of(url: str, timeout_s: float) -> Peer | None:
+def _metrics_of(url: str, timeout_s: float) -> Peer | Finding | None:
     address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
     try:
         text = _get(address, timeout_s).decode("utf-8", "replace")
@@ -87,7 +88,8 @@ def _metrics_of(url: str, timeout_s: float) -> Peer | None:
     samples = itertools.chain.from_iterable(family.samples for family in families)
     described = [sample.labels for sample in samples if _describes(sample)]
     if not described:
-        return None
+        is_young = any(family.name.endswith("pdstore_info") for family in families)
+        return bad(f"peer {url}", _NO_REQUEST, "send it one, then ask again") if is_young else None
     # a process that does not know the pool's id yet shows none
     labels = max(described, key=lambda labels: bool(labels.get("pool")))
     return Peer.model_validate(

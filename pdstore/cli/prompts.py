@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
 
     model: the directory of the tokenizer for `text` and `chat`.
     chat: the path of a JSON file: messages, or the body of a request with `messages`.
-    ids: token ids, or the path of a file of them.
+    ids: token ids, or the answer of vLLM's /tokenize, or the path of a file of either.
     """
 
     text: str | None = None
@@ -95,10 +95,13 @@ def _chat_in(path: str) -> dict[str, Any]:
 
 def _ids_of(text: str) -> list[int]:
     try:
-        listed = text if set(text) <= set("0123456789, []") else Path(text).read_text()
-        found = json.loads(listed if listed.lstrip().startswith("[") else f"[{listed}]")
-    except (OSError, ValueError, RecursionError) as error:
+        is_path = not text.lstrip().startswith("{") and not set(text) <= set("0123456789, []")
+        listed = Path(text).read_text() if is_path else text
+        found = json.loads(listed if listed.lstrip().startswith(("[", "{")) else f"[{listed}]")
+        found = found["tokens"] if isinstance(found, dict) else found
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"--ids: {text[:40]!r} is neither ids nor a file of them") from error
-    if not found or not all(type(each) is int and 0 <= each <= _MAX_ID for each in found):
+    is_list = isinstance(found, list) and len(found) > 0
+    if not is_list or not all(type(each) is int and 0 <= each <= _MAX_ID for each in found):
         raise ConfigError(f"--ids: {text[:40]!r} is no list of token ids")
     return cast("list[int]", found)

@@ -306,7 +306,7 @@ def _check_salt(settings: Settings, identity: Identity) -> None:
         raise LayoutError(
             "PDSTORE_SALT keeps tenants apart, and this engine's pages are stored whole (so are"
             " states, with speculation), with what an earlier request left in them: they cannot be"
-            " used together"
+            " used together. Leave PDSTORE_SALT out, and give each tenant a pool of its own"
         )
 
 

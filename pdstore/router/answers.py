@@ -24,6 +24,11 @@ PROBE_BYTES = 4 << 20
 """The limits of small questions: /health, /v1/models."""
 
 
+_STOPS = b"cannot schedule new futures after shutdown"
+"""In each 500 of a vLLM from SIGTERM until its port closes, seconds later. It has begun nothing,
+and its /health says 200 meanwhile."""
+
+
 class TooLong(httpx.TransportError):
     """More came than the router keeps of an answer."""
 
@@ -63,7 +68,30 @@ async def ask(
     except (TimeoutError, httpx.ReadTimeout) as error:
         raise httpx.ReadTimeout(f"no whole answer in {timeout_s:g} s") from error
     media_type = answer.headers.get("content-type", "application/json")
-    return WholeAnswer(answer.status_code, content, media_type)
+    return WholeAnswer(_status_of(answer.status_code, content), content, media_type)
+
+
+async def with_status(answer: httpx.Response) -> httpx.Response:
+    """Returns an answer whose body is unread, with the status 503 if its instance is stopping.
+
+    For that the body of a 500 is read, and given again. Raises httpx.TransportError if it breaks.
+    """
+    if answer.status_code != 500:
+        return answer
+    try:
+        content = await gather(answer.aiter_raw(), PROBE_BYTES)
+    finally:
+        await close(answer)
+    return httpx.Response(
+        _status_of(500, content),
+        headers=answer.headers,
+        stream=httpx.ByteStream(content),
+        request=answer.request,
+    )
+
+
+def _status_of(status: int, content: bytes) -> int:
+    return 503 if status == 500 and _STOPS in content else status
 
 
 async def gather(chunks: AsyncIterator[bytes], most_bytes: int = MAX_BYTES) -> bytes:

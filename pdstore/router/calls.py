@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import httpx
 
-from pdstore.router.answers import PROBE_BYTES, WholeAnswer, ask
+from pdstore.router.answers import PROBE_BYTES, WholeAnswer, ask, with_status
 from pdstore.router.bodies import (
     Json,
     Refusal,
@@ -48,7 +48,7 @@ _BETWEEN = (
 _REDIRECT = ": a redirect, which is not followed: write the URL of the instance itself"
 _JSON = {"content-type": "application/json"}
 _BEGAN_NOTHING = (408, 429, 503)
-"""Statuses of an instance that is full or not ready, and so took nothing of a request."""
+"""Statuses of an instance that is full, not ready or stopping, and so took nothing of a request."""
 
 
 class _BrokeOff(Exception):
@@ -183,6 +183,7 @@ class Calls:
         self._open(upstream, asked)
         try:
             answer = await self.client.send(self._request(upstream, asked, content), stream=True)
+            answer = await with_status(answer)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._failed(upstream, asked, error)
             return None

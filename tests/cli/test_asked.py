@@ -90,6 +90,22 @@ def test_what_is_no_chat_is_refused(model, tmp_path, text):
         Prompt(chat=str(path), model=model).token_ids()
 
 
+ANSWER = '{"count": 2, "max_model_len": 9, "tokens": [7, 8], "token_strs": null}'
+
+
+@pytest.mark.parametrize("text", ["7,8", "[7, 8]", ANSWER])
+def test_ids_are_given_in_a_file_or_in_place_also_as_tokenize_answers(tmp_path, text):
+    path = tmp_path / "ids"
+    path.write_text(text)
+    assert Prompt(ids=text).token_ids() == Prompt(ids=str(path)).token_ids() == [7, 8]
+
+
+@pytest.mark.parametrize("text", ["", "no-file", "[-1]", "{", "{}", '{"tokens": 5}'])
+def test_what_are_no_ids_is_refused(text):
+    with pytest.raises(ConfigError, match="--ids"):
+        Prompt(ids=text).token_ids()
+
+
 def test_a_template_that_refuses_a_chat_is_one_line(model, tmp_path, monkeypatch):
     path = tmp_path / "chat.json"
     path.write_text('[{"role": "user"}, {"role": "user", "content": {"a": 1}}]')

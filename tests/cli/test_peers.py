@@ -161,10 +161,14 @@ def test_an_address_that_leads_to_p_and_to_d_is_red(compare):
 
 @contextlib.contextmanager
 def api_of(namespace="00", store="redis://r:6379", pools=("aa" * 16,), fmt=1):
-    """Serves the metrics of an instance as its API does; its pool has had these ids in turn."""
+    """Serves the metrics of an instance as its API does; its pool has had these ids in turn.
+
+    namespace: None for an instance before its first request.
+    """
     metrics, known = Metrics(), iter(pools)
     current = [None]
-    metrics.set_info(fmt, "prefill", namespace, store, lambda: current[0])
+    if namespace is not None:
+        metrics.set_info(fmt, "prefill", namespace, store, lambda: current[0])
     for pool in known:
         current[0] = bytes.fromhex(pool)
         metrics.refresh()
@@ -187,6 +191,13 @@ def test_an_instance_with_metrics_alone_is_compared_by_its_digest():
     assert wrong.subject == "namespace"
     assert "D's log names the field" in wrong.remedy
     assert "ssh -N -L 8301:127.0.0.1:ITS_PORT HOST" in wrong.remedy  # the page is of one host
+
+
+def test_an_instance_that_answered_no_request_is_to_be_sent_one():
+    with api_of() as p, api_of(None) as d:
+        [wrong] = found_wrong(check_peers([p, d]))
+    assert (wrong.subject, wrong.remedy) == (f"peer {d}", "send it one, then ask again")
+    assert wrong.said.startswith("it has answered no request yet")
 
 
 def test_two_formats_of_apis_are_two_versions_of_pdstore():

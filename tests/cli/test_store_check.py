@@ -91,7 +91,7 @@ def test_a_policy_that_loses_hand_offs_is_yellow_with_the_one_that_does_not(poli
     [
         (StoreDenied("x"), "user and password"),
         (StoreFull("x"), "more memory"),
-        (StoreTimeout("x"), "slow or hangs"),
+        (StoreTimeout("x"), "slow or hangs, or whether a firewall"),
         (StoreUnavailable("x"), "the server runs"),
         (StoreError("x"), "own words"),
         (StoreError("x", remedy="its own remedy"), "its own remedy"),

@@ -67,6 +67,7 @@ RUN_BY = {
         "::test_an_index_of_the_events_of_two_instances_equals_the_pool"
     ),
     "PDSTORE_* vllm serve *": ".ci/run",  # make demo ENGINE=vllm
+    "vllm serve MODEL --port *": ".ci/run",
     "sglang serve *": f"{_OF_SGLANG}_page_are_sglangs",
     "lmcache *": (
         "integrations/lmcache/tests/test_documented.py::test_the_flags_of_the_page_are_lmcaches"

@@ -59,7 +59,8 @@ def test_the_commands_of_the_page_hand_over(steps, tmp_path):
         a.start("prefill", steps["prefill"])
         b.start("decode", steps["decode"])
         b.start("router", steps["router"])
-        ready = "curl -sf http://127.0.0.1:8000/health"
+        # the router is up, and "degraded", also before P is
+        ready = "curl -sf http://127.0.0.1:8000/health | grep '\"status\":\"ok\"'"
         logs = lambda: a.log("prefill") + b.log("decode") + b.log("router")  # noqa: E731
         eventually(lambda: b.run(ready).returncode == 0, DEADLINE_S, logs)
 

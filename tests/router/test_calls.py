@@ -72,6 +72,26 @@ async def test_a_full_d_is_replaced_by_another(status: int) -> None:
     assert failures == len(full.bodies) > 0
 
 
+STOPPING = {"error": {"message": "cannot schedule new futures after shutdown", "code": 500}}
+"""What a vLLM 0.32 that drains answers to each new request, with the status 500."""
+
+
+async def test_instances_that_stop_are_replaced_by_others() -> None:
+    stopping, p, d = Fake(says(STOPPING, 500)), Fake(says({"kv_transfer_params": PARAMS})), Fake()
+    async with routed([stopping, p], [stopping, d]) as client:
+        answers = [await client.post("/v1/completions", json=BODY) for _ in range(4)]
+        degraded = await metric(client, "router_degraded_total")
+    assert ([answer.status_code for answer in answers], degraded) == ([200] * 4, 0)
+    assert [body.get("kv_transfer_params") for body in d.bodies] == [PARAMS] * 4
+    assert len(stopping.bodies) > 1
+
+
+async def test_if_the_only_d_stops_the_client_may_ask_again() -> None:
+    async with routed([], [Fake(says(STOPPING, 500))]) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()) == (503, STOPPING)
+
+
 async def test_the_answer_of_a_d_that_fails_is_counted_and_passed_on() -> None:
     d = Fake(says({"error": "gone"}, 500))
     async with routed([], [d, d]) as client:
