@@ -173,25 +173,27 @@ class PoolEvents:
             hashes = view(hashes, hash_tokens, block_tokens)
         size = pool_tokens // block_tokens
         names = keys.hashes(0, min(num_tokens // pool_tokens, len(hashes) // size))
-        new: list[int] = []
+        new: dict[int, Any] = {}  # hashes of vLLM's blocks that routers do not know, by number
         with self._lock:
             self._num_notes += 1
             for number, name in enumerate(names):
-                last = hashes[(number + 1) * size - 1]
-                if (known := self._blocks.get(last)) is None:
-                    new.append(number)
-                else:
+                first = number * size
+                last = hashes[first + size - 1]
+                if (known := self._blocks.get(last)) is not None:
                     known.name, known.number = name, self._num_notes
                     self._blocks.move_to_end(last)
-            for start, stop in _runs(new):
-                event = _stored(request, hashes, start * size, stop * size, block_tokens)
-                self._events.append(event)
-                for number in range(start, stop):
-                    at = (number - start) * size
-                    own = event.block_hashes[at : at + size]
-                    block = _Block(names[number], own, self._num_notes)
-                    self._blocks[hashes[(number + 1) * size - 1]] = block
-                    self._num_blocks_with.update(own[:-1])
+                    continue
+                own = [*map(_published, hashes[first : first + size])]
+                new |= {
+                    first + at: each
+                    for at, each in enumerate(own)
+                    if each not in self._num_blocks_with
+                }
+                self._num_blocks_with.update(own[:-1])
+                self._blocks[last] = _Block(name, own, self._num_notes)
+            for start, stop in _runs([*new]):
+                shown = [new[number] for number in range(start, stop)]
+                self._events.append(_stored(request, hashes, shown, start, block_tokens))
             most = self._most_hashes // size
             self._remove([*itertools.islice(self._blocks, max(0, len(self._blocks) - most))])
 
@@ -199,7 +201,8 @@ class PoolEvents:
         """Forgets blocks and tells that they are gone. The caller holds the lock.
 
         Two prompts may part within a block of the pool: then a block of vLLM's is in two of the
-        pool's, and stays until both are gone.
+        pool's, and stays until both are gone. It was told of once, since routers that count how
+        often a block is stored would wait for as many removals.
         """
         gone = []
         for name in names:
@@ -279,12 +282,16 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _stored(
-    request: Any, hashes: Sequence[Any], start: int, stop: int, block_tokens: int
+    request: Any, hashes: Sequence[Any], shown: list[Any], start: int, block_tokens: int
 ) -> BlockStored:
-    """Returns the event of some consecutive blocks of vLLM's, as its own block pool makes it."""
+    """Returns the event of some consecutive blocks of vLLM's, as its own block pool makes it.
+
+    shown: their hashes as events give them. start: the number of the first one.
+    """
+    stop = start + len(shown)
     lora = request.lora_request
     return BlockStored(
-        block_hashes=[*map(_published, hashes[start:stop])],
+        block_hashes=shown,
         parent_block_hash=_published(hashes[start - 1]) if start else None,
         token_ids=list(request.all_token_ids[start * block_tokens : stop * block_tokens]),
         block_size=block_tokens,
