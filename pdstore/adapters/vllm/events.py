@@ -160,7 +160,7 @@ class PoolEvents:
             self._thread.stop(timeout_s=1.0)
 
     def _note(self, request: Any, keys: PromptKeys, num_tokens: int) -> None:
-        """Notes whole blocks that are in the pool, and tells of those that are new.
+        """Notes whole blocks that are in the pool, the last one first, and tells of new ones.
 
         Those before a save's first one, too: no lookup may have told of them, as where the engine
         had them itself, and routers leave out a block whose parent they do not know. Should one of
@@ -176,8 +176,8 @@ class PoolEvents:
         new: dict[int, Any] = {}  # hashes of vLLM's blocks that routers do not know, by number
         with self._lock:
             self._num_notes += 1
-            for number, name in enumerate(names):
-                first = number * size
+            for number in reversed(range(len(names))):  # stores evict a prompt from its end
+                name, first = names[number], number * size
                 last = hashes[first + size - 1]
                 if (known := self._blocks.get(last)) is not None:
                     known.name, known.number = name, self._num_notes
@@ -191,7 +191,7 @@ class PoolEvents:
                 }
                 self._num_blocks_with.update(own[:-1])
                 self._blocks[last] = _Block(name, own, self._num_notes)
-            for start, stop in _runs([*new]):
+            for start, stop in _runs(sorted(new)):
                 shown = [new[number] for number in range(start, stop)]
                 self._events.append(_stored(request, hashes, shown, start, block_tokens))
             most = self._most_hashes // size
