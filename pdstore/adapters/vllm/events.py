@@ -85,6 +85,7 @@ class PoolEvents:
         self._num_blocks_with: Counter[Any] = Counter()  # by the hash of one of vLLM's blocks
         self._events: list[BlockStored | BlockRemoved] = []
         self._saves: dict[int, _Save] = {}  # by number
+        self._last_found: Match | None = None
         self._round: list[Any] = []  # the names that this round of checks has not come to
         self._num_notes = 0
         self._watch: _Watch | None = None
@@ -137,8 +138,14 @@ class PoolEvents:
                 self._note(save.request, save.keys, save.num_tokens)
 
     def found(self, request: Any, match: Match | None) -> None:
-        """Tells of the blocks that a lookup has found, but for those that P still saves."""
-        if self._watch is not None and match is not None and match.follow is None:
+        """Tells of the blocks that a lookup has found, but for those that P still saves.
+
+        While a request waits, each step asks for it, and gets the same match until it is renewed.
+        """
+        if self._watch is None or match is None or match is self._last_found:
+            return
+        self._last_found = match
+        if match.follow is None:
             self._note(request, match.keys, match.num_tokens)
 
     def forget(self) -> None:

@@ -119,6 +119,19 @@ def test_found_blocks_are_told_with_their_parent_and_not_twice(telling, store):
     assert told.token_ids == PROMPT[128:256]
 
 
+def test_what_is_gone_is_not_told_again_by_a_request_that_waits(telling, store):
+    scheduler = telling()
+    keys = keys_of(scheduler)
+    put(store, keys, contents(keys, 100))
+    waits = request()
+    assert found(scheduler, waits) == 256
+    scheduler.events.take()
+    store.remove(keys)
+    [_] = eventually(scheduler.events.take)
+    assert scheduler.num_found(waits, 0) == 256  # as each step asks until it can run
+    assert scheduler.events.take() == []
+
+
 def test_an_adapter_is_told_with_its_id_its_name_and_the_extra_keys(telling, store):
     scheduler = telling()
     lora = SimpleNamespace(adapter_id=7, name="law", lora_name="law", lora_path="/law")
