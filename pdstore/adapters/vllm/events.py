@@ -86,6 +86,8 @@ class PoolEvents:
         self._events: list[BlockStored | BlockRemoved] = []
         self._saves: dict[int, _Save] = {}  # by number
         self._last_found: Match | None = None
+        self._block_pool: Any = None
+        self._cached: Any = None
         self._round: list[Any] = []  # the names that this round of checks has not come to
         self._num_notes = 0
         self._watch: _Watch | None = None
@@ -95,10 +97,10 @@ class PoolEvents:
         """Returns how many events there are to take."""
         return len(self._events)
 
-    def begin(self, cache: PrefixCacheManager, block_tokens: int, hash_tokens: int) -> None:
+    def begin(self, cache: PrefixCacheManager, block_tokens: int, block_pool: Any) -> None:
         """Begins to collect events, if the store can tell which blocks are gone.
 
-        block_tokens: tokens of one of vLLM's blocks. hash_tokens: of one of its requests' hashes.
+        block_tokens: tokens of one of vLLM's blocks. block_pool: vLLM's BlockPool.
         """
         if not self._is_on:
             return
@@ -111,7 +113,9 @@ class PoolEvents:
             )
             log.warning("no events about the pool: %s", why)
             return
+        hash_tokens = getattr(block_pool, "hash_block_size", block_tokens)
         self._size = namespace.block_tokens, block_tokens, hash_tokens
+        self._block_pool, self._cached = block_pool, _cached_in(block_pool)
         heads = [namespace.key_prefix(part) for part in parts]
         self._watch = _Watch(removals, heads)
         self._thread = Ticker("pdstore-events", self._check)
@@ -155,7 +159,15 @@ class PoolEvents:
             self._remove(list(self._blocks))
 
     def take(self) -> list[Any]:
-        """Returns the events since the last call, in order."""
+        """Returns the events since the last call, in order.
+
+        vLLM takes its own events just before. If they say that all blocks are cleared, routers drop
+        the pool's blocks, too: they are told anew when they are stored or found again.
+        """
+        if self._cached is not (cached := _cached_in(self._block_pool)):
+            self._cached, self._last_found = cached, None
+            with self._lock:
+                self._remove(list(self._blocks))
         if not self._events:
             return []
         with self._lock:
@@ -273,6 +285,11 @@ class _Watch:
         gone = self.removals.which_removed(keys) if keys else []
         step = len(self.heads)
         return {name for at, name in enumerate(blocks) if any(gone[at * step : (at + 1) * step])}
+
+
+def _cached_in(block_pool: Any) -> Any:
+    """Returns vLLM's table of cached blocks: another object after each reset."""
+    return getattr(block_pool, "cached_block_hash_to_block", None)
 
 
 def _published(block_hash: Any) -> Any:

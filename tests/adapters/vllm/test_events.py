@@ -6,7 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from pdstore import open_store
@@ -202,6 +203,20 @@ def test_beyond_the_limit_the_blocks_used_longest_ago_are_told_to_be_gone(tellin
     # of a prompt its end goes first: nobody can use a block without those before it
     gone = [*published(12, 16), *published(8, 12)]
     assert removed == BlockRemoved(block_hashes=gone, medium=MEDIUM)
+
+
+def test_after_a_reset_of_vllms_cache_blocks_are_told_anew(telling, store):
+    pool = BlockPool(64, True, SMALL, enable_kv_cache_events=True)  # vLLM's own
+    scheduler = telling(block_pool=pool)
+    save(scheduler, store, request())
+    scheduler.events.take()
+    assert pool.reset_prefix_cache()
+    assert pool.take_events() == [AllBlocksCleared()]  # by which routers forget the pool's, too
+    [told] = scheduler.events.take()
+    assert sorted(told.block_hashes) == published(0, 16)
+    assert found(scheduler, request(request_id="s")) == 256
+    [told] = scheduler.events.take()
+    assert told.block_hashes == published(0, 16)
 
 
 def test_new_weights_end_all_blocks(telling, store):
