@@ -64,6 +64,8 @@ def clear(
             plan = _plan_of_unused(pool, beginning, limit_s)
         asked = f"forget {plan.what}"
         is_done = not is_rehearsal and (is_agreed or confirm(asked, "--yes, or --dry-run to count"))
+        if is_done and not is_agreed and limit_s is not None:
+            plan = _plan_of_unused(pool, beginning, limit_s)  # until the answer, some may be used
         if is_done:
             _forget(pool, plan)
         label, silent = pool.store.label, list(pool.silent.values())
