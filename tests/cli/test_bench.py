@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from pdstore.cli.bench.stores import bench
+from tests.cli.conftest import fill
 from tests.support.command import namespaces, run, run_json
+from tests.support.kv import eventually
 
 VERBS = ["put", "get"] * 6 + ["match"]
 
@@ -31,8 +35,7 @@ def test_every_kind_of_store_is_measured(scheme, tmp_path, request):
     assert [row["verb"] for row in document["rows"]] == VERBS
     assert all(rate > 0 for rate in rates(document))
     assert document["machine"]["cpus"] > 0
-    if scheme in ("file", "shm"):
-        assert list(tmp_path.iterdir()) == [], "a pool that was not there is not there now"
+    assert list(tmp_path.iterdir()) == [], "a pool that was not there is not there now"
 
 
 @pytest.mark.slow
@@ -49,3 +52,19 @@ def test_a_pool_without_room_is_one_line(tmp_path):
     url = f"file://{tmp_path}/pool?budget=100KiB"
     ran = run("bench", "--rounds", "1", "--store", url)
     assert (ran.status, ran.err.count("\n")) == (2, 1)
+    assert list(tmp_path.iterdir()) == [], "nor is a pool that was too small"
+
+
+def test_a_pool_that_an_instance_uses_meanwhile_stays(tmp_path, prompts):
+    url = f"file://{tmp_path}/pool"
+
+    class Using(threading.Thread):
+        def run(self) -> None:
+            eventually(lambda: (tmp_path / "pool").is_dir(), 30)
+            fill(url, prompts)
+
+    instance = Using()
+    instance.start()
+    bench(url, rounds=1)
+    instance.join()
+    assert len(namespaces(url)) == 2
