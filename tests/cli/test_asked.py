@@ -138,6 +138,14 @@ def test_a_request_is_told_by_both_logs_with_the_reason_and_what_to_look_at(logs
     assert LOSS.words in d["line"]
 
 
+def test_a_request_whose_id_is_an_order_to_the_terminal_is_shown_without_it(tmp_path):
+    log = tmp_path / "d.log"
+    log.write_text(replace(OTHER, request_id="chatcmpl-\x1b]0;owned\x07").line())
+    ran = run("explain", "--request", "chatcmpl", "--log", str(log), "--store", "memory://x")
+    assert ran.status == 0
+    assert not {"\x1b", "\x07"} & set(ran.out)
+
+
 def test_the_markers_of_its_handoff_are_told(logs, file_url, prompts):
     url = fill(file_url, prompts)
     namespace = prompts[0].namespace
