@@ -65,7 +65,10 @@ def _ids_of_chat(path: str, tokenizer: Any) -> list[int]:  # noqa: ANN401
     """
     body = _chat_in(path)
     options = {name: body[name] for name in _OF_TEMPLATE if name in body}
-    options |= body.get("chat_template_kwargs") or {}
+    more = body.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ConfigError(f"--chat {path}: its chat_template_kwargs is no object")
+    options |= more
     options["add_generation_prompt"] = body.get("add_generation_prompt", True)
     try:
         text = tokenizer.apply_chat_template(body["messages"], tokenize=False, **options)

@@ -66,6 +66,12 @@ def test_a_chat_is_what_the_models_template_makes_of_it(model, tmp_path, more, w
     assert chat_ids(model, tmp_path, {"model": "m", "messages": MESSAGES, **more}) == words
 
 
+@pytest.mark.parametrize("options", [[1], "calm", 3])
+def test_options_of_the_template_that_are_none_are_refused(model, tmp_path, options):
+    with pytest.raises(ConfigError, match="chat_template_kwargs is no object"):
+        chat_ids(model, tmp_path, {"messages": MESSAGES, "chat_template_kwargs": options})
+
+
 def test_a_bare_list_of_messages_is_a_chat(model, tmp_path):
     assert chat_ids(model, tmp_path, MESSAGES) == "user a b assistant c assistant"
 
