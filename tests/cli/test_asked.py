@@ -190,6 +190,12 @@ def test_a_request_that_is_not_clear_is_refused(logs, request_id, files, said):
         explain_request("file:///nowhere", request_id, logs[1::2] if files else [])
 
 
+def test_a_log_without_a_request_is_refused(logs, filled_file):
+    ran = run("explain", "--ids", "1,2", *logs, "--store", filled_file)
+    assert ran.status == 2
+    assert "--log needs --request ID" in ran.err
+
+
 def test_a_log_that_is_not_there_is_one_line():
     with pytest.raises(ConfigError, match="--log /nowhere: No such file"):
         explain_request(None, "x", ["/nowhere"])
