@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.ports import free_port
 from pdstore.cli.bench.stores import bench
 from tests.cli.conftest import fill
 from tests.support.command import namespaces, run, run_json
 from tests.support.kv import eventually
+from tests.support.redis_server import make_certificate
 
 VERBS = ["put", "get"] * 6 + ["match"]
 
@@ -36,6 +38,22 @@ def test_every_kind_of_store_is_measured(scheme, tmp_path, request):
     assert all(rate > 0 for rate in rates(document))
     assert document["machine"]["cpus"] > 0
     assert list(tmp_path.iterdir()) == [], "a pool that was not there is not there now"
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+def test_a_redis_is_measured_by_a_user_who_may_do_what_pdstore_needs_over_tls(
+    redis_server, tmp_path
+):
+    cert, key = make_certificate(tmp_path)
+    port = str(free_port())
+    files = ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-auth-clients", "no"]
+    rights = ["+get", "+set", "+exists", "+expire", "+unlink", "+scan", "+ping"]
+    user = ["--user", "kv", "on", ">pw", "~pds1:*", "-@all", *rights]
+    redis_server("--tls-port", port, *map(str, files), "--user", "default", "off", *user)
+    url = f"rediss://kv:pw@127.0.0.1:{port}?ca={cert}"
+    document = run_json("bench", "--rounds", "1", "--store", url)
+    assert [row["verb"] for row in document["rows"]] == VERBS
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from pdstore.store.mooncake.library import Library, MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.store.url import StoreURL
 
-_CHUNK = 256 << 10  # redis-py copies larger arguments into one buffer
-
 
 class Raw(Protocol):
     """Moves the same values as a store, without headers, checksums or any rule."""
@@ -33,7 +31,7 @@ def raw_of(scheme: str, url: str, store: Store, temporary: Path) -> Raw:
         return RawFiles(temporary)
     if scheme.endswith("+cluster"):
         return RawRedis(_cluster_client(url), bytes)
-    if scheme.startswith(("redis", "valkey")) and "sentinel" not in scheme:
+    if scheme.startswith(("redis", "valkey")):
         return RawRedis(_server_client(url), memoryview)
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
@@ -92,35 +90,28 @@ class RawRedis:
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         pipe = self._client.pipeline(transaction=False)
         for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", self._argument(slots.value(i)))
+            pipe.set(f"{key}:raw", self._argument(slots.value(i)))
         pipe.execute()
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
         pipe = self._client.pipeline(transaction=False)
         for key in keys:
-            pipe.get(f"raw:{key}")
+            pipe.get(f"{key}:raw")
         for i, value in enumerate(pipe.execute()):
             slots.value(i)[:] = value
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         pipe = self._client.pipeline(transaction=False)
         for key in keys:
-            pipe.unlink(f"raw:{key}")
+            pipe.unlink(f"{key}:raw")
         pipe.execute()
 
 
 def _server_client(url: str) -> Any:
-    """Returns a client that sends as fast as the store's."""
-    import redis
-    from redis.connection import PythonRespSerializer
+    """Returns a client with the store's own connections: as fast, and with the same rights."""
+    from pdstore.store.redis.connection import open_servers
 
-    def encode(argument: Any) -> Any:
-        return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
-
-    plain = url.partition("?")[0]  # the options are pdstore's
-    plain = plain.replace("valkey", "redis", 1).replace("redis+unix", "unix", 1)
-    packer = PythonRespSerializer(_CHUNK, encode)
-    return redis.Redis.from_url(plain, protocol=2, command_packer=packer)
+    return open_servers(StoreURL.of(url)).masters()[0]
 
 
 def _cluster_client(url: str) -> Any:
@@ -133,6 +124,9 @@ def _cluster_client(url: str) -> Any:
         username=first.username,
         password=first.password,
         ssl=first.scheme.partition("+")[0] in ("rediss", "valkeys"),
+        ssl_ca_certs=first.options.get("ca"),
+        ssl_certfile=first.options.get("cert"),
+        ssl_keyfile=first.options.get("key"),
         protocol=2,
     )
 
@@ -167,4 +161,4 @@ def _addresses(slots: Slots) -> list[int]:
 
 
 def _raw(keys: Sequence[BlockKey]) -> list[str]:
-    return [f"raw:{key}" for key in keys]
+    return [f"{key}:raw" for key in keys]
