@@ -86,3 +86,11 @@ def test_a_pool_that_an_instance_uses_meanwhile_stays(tmp_path, prompts):
     bench(url, rounds=1)
     instance.join()
     assert len(namespaces(url)) == 2
+
+
+@pytest.mark.redis
+def test_a_redis_without_room_is_one_line(redis_server):
+    server = redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
+    ran = run("bench", "--rounds", "1", "--store", server.url)
+    assert (ran.status, ran.err.count("\n")) == (2, 1)
+    assert "maxmemory" in ran.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -30,9 +30,9 @@ def raw_of(scheme: str, url: str, store: Store, temporary: Path) -> Raw:
     if scheme == "file":
         return RawFiles(temporary)
     if scheme.endswith("+cluster"):
-        return RawRedis(_cluster_client(url), bytes)
+        return RawRedis(_cluster_client(url), bytes, store.label)
     if scheme.startswith(("redis", "valkey")):
-        return RawRedis(_server_client(url), memoryview)
+        return RawRedis(_server_client(url), memoryview, store.label)
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
     return RawCopies()
@@ -84,27 +84,31 @@ class RawRedis:
     argument: makes what the client sends of a value's memory.
     """
 
-    def __init__(self, client: Any, argument: Callable[[memoryview], bytes | memoryview]) -> None:
-        self._client, self._argument = client, argument
+    def __init__(
+        self, client: Any, argument: Callable[[memoryview], bytes | memoryview], label: str
+    ) -> None:
+        self._client, self._argument, self._label = client, argument, label
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for i, key in enumerate(keys):
-            pipe.set(f"{key}:raw", self._argument(slots.value(i)))
-        pipe.execute()
+        values = (self._argument(slots.value(i)) for i in range(len(keys)))
+        self._ask(("SET", *each) for each in zip(_raw(keys), values, strict=True))
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.get(f"{key}:raw")
-        for i, value in enumerate(pipe.execute()):
+        for i, value in enumerate(self._ask(("GET", key) for key in _raw(keys))):
             slots.value(i)[:] = value
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.unlink(f"{key}:raw")
-        pipe.execute()
+        self._ask(("UNLINK", key) for key in _raw(keys))
+
+    def _ask(self, commands: Iterable[tuple[str | bytes | memoryview, ...]]) -> list[Any]:
+        """Returns the replies. Raises StoreError."""
+        from pdstore.store.redis.connection import named_errors
+
+        with named_errors(self._label, "raw"):
+            pipe = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(pipe.execute())
 
 
 def _server_client(url: str) -> Any:
