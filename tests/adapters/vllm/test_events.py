@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -181,6 +183,44 @@ def test_what_two_blocks_of_the_pool_share_stays_until_both_are_gone(telling, st
     store.remove(own)
     [told] = eventually(scheduler.events.take)
     assert told.block_hashes == [*published(12, 15), maybe_convert_block_hash(hashes[-1])]
+
+
+def hashes_of(prompt):
+    """Hashes of vLLM's blocks, each of all tokens up to its end."""
+    ends = range(SMALL, len(prompt) + 1, SMALL)
+    return [hashlib.sha256(repr(prompt[:end]).encode()).digest() for end in ends]
+
+
+def test_a_router_that_counts_how_often_it_is_told_ends_with_what_the_pool_has(telling, store):
+    scheduler, chance = telling(), random.Random(7)
+    prompts, counts, blocks = [PROMPT], Counter(), {}
+
+    def told():
+        for event in scheduler.events.take():
+            is_stored = isinstance(event, BlockStored)
+            assert not is_stored or counts.keys() >= {event.parent_block_hash} - {None}
+            counts.update({each: 1 if is_stored else -1 for each in event.block_hashes})
+        return {each for each, count in counts.items() if count}
+
+    for number in range(60):
+        beginning = chance.choice(prompts)[: chance.randrange(300)]
+        prompts.append(prompt := [*beginning, *PROMPT[: chance.randrange(64, 200)]])
+        asked = request(request_id=str(number), block_hashes=hashes_of(prompt))
+        asked.prompt_token_ids = asked.all_token_ids = prompt
+        whole = scheduler.cache.keys(prompt[: len(prompt) // BLOCK * BLOCK])
+        names = whole.store_keys(whole.namespace.parts)
+        put(store, names, contents(names, 100))
+        for block in range(len(whole)):
+            end = (block + 1) * BLOCK
+            own = map(maybe_convert_block_hash, hashes_of(prompt[:end])[-BLOCK // SMALL :])
+            blocks[names[block * len(names) // len(whole)]] = {*own}
+        scheduler.events.found(asked, scheduler.cache.match(whole))
+        store.remove(chance.sample(sorted(blocks), chance.randrange(2)))
+        told()
+    gone = store.which_removed([*blocks])
+    left = [own for own, is_gone in zip(blocks.values(), gone, strict=True) if not is_gone]
+    eventually(lambda: told() == set().union(*left))
+    assert set(counts.values()) == {0, 1}
 
 
 def test_a_block_that_is_stored_again_is_told_again(telling, store):
