@@ -93,6 +93,11 @@ def _chat_in(path: str) -> dict[str, Any]:
             f'--chat {path}: write [{{"role": "user", "content": "..."}}], or a request\'s body'
             " with such `messages`"
         )
+    if any(isinstance(each.get("content"), list) for each in messages or ()):
+        raise ConfigError(
+            f"--chat {path}: a content is a list of parts, which the server puts together: vLLM's"
+            " /tokenize gives its ids: give them by --ids"
+        )
     return body
 
 

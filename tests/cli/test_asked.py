@@ -72,6 +72,13 @@ def test_options_of_the_template_that_are_none_are_refused(model, tmp_path, opti
         chat_ids(model, tmp_path, {"messages": MESSAGES, "chat_template_kwargs": options})
 
 
+def test_a_content_in_parts_is_refused_with_where_to_get_its_ids(model, tmp_path):
+    """vLLM joins them or leaves them apart, by what it reads in the template."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a b"}]}]
+    with pytest.raises(ConfigError, match="/tokenize gives its ids: give them by --ids"):
+        chat_ids(model, tmp_path, parts)
+
+
 def test_a_bare_list_of_messages_is_a_chat(model, tmp_path):
     assert chat_ids(model, tmp_path, MESSAGES) == "user a b assistant c assistant"
 
