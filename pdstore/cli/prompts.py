@@ -71,10 +71,22 @@ def _ids_of_chat(path: str, tokenizer: Any) -> list[int]:  # noqa: ANN401
     options |= more
     options["add_generation_prompt"] = body.get("add_generation_prompt", True)
     try:
+        _parse_arguments(body["messages"])
         text = tokenizer.apply_chat_template(body["messages"], tokenize=False, **options)
         return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # a template is a program, which raises what its author chose
         raise ConfigError(f"--chat {path}: the chat template says: {error}") from error
+
+
+def _parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """Makes objects of the arguments of tool calls, which a request has as text, as vLLM does."""
+    for message in messages:
+        if message.get("tool_calls") == []:
+            del message["tool_calls"]
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
 
 
 def _chat_in(path: str) -> dict[str, Any]:

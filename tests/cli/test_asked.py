@@ -79,6 +79,17 @@ def test_a_content_in_parts_is_refused_with_where_to_get_its_ids(model, tmp_path
         chat_ids(model, tmp_path, parts)
 
 
+def test_arguments_of_tool_calls_are_objects_to_the_template_as_vllm_makes_them(model, tmp_path):
+    called = {"name": "search", "arguments": '{"mood": "calm"}'}
+    calls = [{"type": "function", "function": called}]
+    template = "{{ messages[-1].tool_calls[0].function.arguments.mood }}"
+    chat = {
+        "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}],
+        "chat_template_kwargs": {"chat_template": template},
+    }
+    assert chat_ids(model, tmp_path, chat) == "calm"
+
+
 def test_a_bare_list_of_messages_is_a_chat(model, tmp_path):
     assert chat_ids(model, tmp_path, MESSAGES) == "user a b assistant c assistant"
 
