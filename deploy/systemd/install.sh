@@ -7,6 +7,7 @@
 # The arguments go to `pip install`; run it again to upgrade. PYTHON is the interpreter (python3). With
 # DESTDIR all files go below that folder, and neither a user is made nor systemd told of the units.
 set -euo pipefail
+umask 022 # the units' users run what is made here
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 DESTDIR=${DESTDIR:-}

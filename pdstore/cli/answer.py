@@ -81,7 +81,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[RenderableType]]) -> T
 
 def _as_it_is(part: RenderableType) -> RenderableType:
     """Stops rich from reading markup in a text, and a terminal from obeying control characters."""
-    return Text(printable(part)) if isinstance(part, str) else part
+    if isinstance(part, str):
+        return Text(printable(part))
+    if isinstance(part, Text):
+        part.plain = printable(part.plain)  # as long as before, so its styles stay
+    return part
 
 
 def muted(text: str) -> Text:

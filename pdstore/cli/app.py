@@ -153,7 +153,7 @@ def explain(
     json: AsJson = False,
 ) -> None:
     """Say how much of a prompt the pool has, and why it has no more."""
-    if request is not None:
+    if request is not None or log:
         _run("pdstore.cli.logged.explain_request", json, store, request, log or ())
     asked = (prompt, model, ids, chat, namespace, cache_salt, peer or ())
     _run("pdstore.cli.explained.explain", json, store, *asked)

@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
         }
 
 
-def explain_request(url: str | None, request: str, logs: Sequence[str]) -> Answer:
+def explain_request(url: str | None, request: str | None, logs: Sequence[str]) -> Answer:
     """Tells what P and D logged of one request. Status 1 if something was missing for it.
 
     request: the request's id, or a text that no other id contains. Lines of the same hand-off are
@@ -63,6 +63,8 @@ def explain_request(url: str | None, request: str, logs: Sequence[str]) -> Answe
     logs: the paths of logs of P and D.
     Raises ConfigError if no log has the request.
     """
+    if not request:
+        raise ConfigError("--log needs --request ID: what is told of a prompt comes from the pool")
     if not logs:
         raise ConfigError("--request needs --log FILE: the log of P, of D, or both (repeat it)")
     entries = _entries_of(request, logs)

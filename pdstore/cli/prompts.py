@@ -65,13 +65,28 @@ def _ids_of_chat(path: str, tokenizer: Any) -> list[int]:  # noqa: ANN401
     """
     body = _chat_in(path)
     options = {name: body[name] for name in _OF_TEMPLATE if name in body}
-    options |= body.get("chat_template_kwargs") or {}
+    more = body.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ConfigError(f"--chat {path}: its chat_template_kwargs is no object")
+    options |= more
     options["add_generation_prompt"] = body.get("add_generation_prompt", True)
     try:
+        _parse_arguments(body["messages"])
         text = tokenizer.apply_chat_template(body["messages"], tokenize=False, **options)
         return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # a template is a program, which raises what its author chose
         raise ConfigError(f"--chat {path}: the chat template says: {error}") from error
+
+
+def _parse_arguments(messages: list[dict[str, Any]]) -> None:
+    """Makes objects of the arguments of tool calls, which a request has as text, as vLLM does."""
+    for message in messages:
+        if message.get("tool_calls") == []:
+            del message["tool_calls"]
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
 
 
 def _chat_in(path: str) -> dict[str, Any]:
@@ -89,6 +104,11 @@ def _chat_in(path: str) -> dict[str, Any]:
         raise ConfigError(
             f'--chat {path}: write [{{"role": "user", "content": "..."}}], or a request\'s body'
             " with such `messages`"
+        )
+    if any(isinstance(each.get("content"), list) for each in messages or ()):
+        raise ConfigError(
+            f"--chat {path}: a content is a list of parts, which the server puts together: vLLM's"
+            " /tokenize gives its ids: give them by --ids"
         )
     return body
 

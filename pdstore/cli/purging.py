@@ -64,6 +64,8 @@ def clear(
             plan = _plan_of_unused(pool, beginning, limit_s)
         asked = f"forget {plan.what}"
         is_done = not is_rehearsal and (is_agreed or confirm(asked, "--yes, or --dry-run to count"))
+        if is_done and not is_agreed and limit_s is not None:
+            plan = _plan_of_unused(pool, beginning, limit_s)  # until the answer, some may be used
         if is_done:
             _forget(pool, plan)
         label, silent = pool.store.label, list(pool.silent.values())
@@ -118,7 +120,7 @@ def _plan_of_unused(pool: OpenPool, beginning: str, limit_s: float) -> _Plan:
         key = StoredKey.parsed(value.key)
         if key is not None and key.kind not in PERMANENT and key.namespace.startswith(beginning):
             listed.setdefault(value.key, []).append(value)
-    unknown = sum(all(value.age_s is None for value in each) for each in listed.values())
+    unknown = sum(any(value.age_s is None for value in each) for each in listed.values())
     old = {key: each[0] for key, each in listed.items() if _is_unused(each, limit_s)}
     uses = survey(old.values())
     where = f"of {beginning} " if beginning else ""
@@ -128,9 +130,10 @@ def _plan_of_unused(pool: OpenPool, beginning: str, limit_s: float) -> _Plan:
 
 
 def _is_unused(copies: Iterable[StoredValue], limit_s: float) -> bool:
-    """Returns whether no tier's copy of a value was used within `limit_s`; False if none tells."""
-    ages = [value.age_s for value in copies if value.age_s is not None]
-    return min(ages, default=0.0) > limit_s
+    """Returns whether no tier's copy of a value was used within `limit_s`; False if one's age is
+    not known.
+    """
+    return all(copy.age_s is not None and copy.age_s > limit_s for copy in copies)
 
 
 def _counted(uses: Iterable[NamespaceUse]) -> str:

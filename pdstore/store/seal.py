@@ -27,6 +27,7 @@ from pdstore.store.optional import (
     TakesAdmission,
     TellsChanges,
     TellsReads,
+    TellsRemovals,
     TellsRoom,
     TellsTiers,
 )
@@ -65,6 +66,7 @@ class Encrypted(WrapperStore):
         TakesAdmission,
         TellsChanges,
         TellsReads,
+        TellsRemovals,
         TellsRoom,
         EvictsByUse,
         TellsTiers,

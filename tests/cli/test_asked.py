@@ -66,6 +66,30 @@ def test_a_chat_is_what_the_models_template_makes_of_it(model, tmp_path, more, w
     assert chat_ids(model, tmp_path, {"model": "m", "messages": MESSAGES, **more}) == words
 
 
+@pytest.mark.parametrize("options", [[1], "calm", 3])
+def test_options_of_the_template_that_are_none_are_refused(model, tmp_path, options):
+    with pytest.raises(ConfigError, match="chat_template_kwargs is no object"):
+        chat_ids(model, tmp_path, {"messages": MESSAGES, "chat_template_kwargs": options})
+
+
+def test_a_content_in_parts_is_refused_with_where_to_get_its_ids(model, tmp_path):
+    """vLLM joins them or leaves them apart, by what it reads in the template."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a b"}]}]
+    with pytest.raises(ConfigError, match="/tokenize gives its ids: give them by --ids"):
+        chat_ids(model, tmp_path, parts)
+
+
+def test_arguments_of_tool_calls_are_objects_to_the_template_as_vllm_makes_them(model, tmp_path):
+    called = {"name": "search", "arguments": '{"mood": "calm"}'}
+    calls = [{"type": "function", "function": called}]
+    template = "{{ messages[-1].tool_calls[0].function.arguments.mood }}"
+    chat = {
+        "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}],
+        "chat_template_kwargs": {"chat_template": template},
+    }
+    assert chat_ids(model, tmp_path, chat) == "calm"
+
+
 def test_a_bare_list_of_messages_is_a_chat(model, tmp_path):
     assert chat_ids(model, tmp_path, MESSAGES) == "user a b assistant c assistant"
 
@@ -154,6 +178,14 @@ def test_a_request_is_told_by_both_logs_with_the_reason_and_what_to_look_at(logs
     assert LOSS.words in d["line"]
 
 
+def test_a_request_whose_id_is_an_order_to_the_terminal_is_shown_without_it(tmp_path):
+    log = tmp_path / "d.log"
+    log.write_text(replace(OTHER, request_id="chatcmpl-\x1b]0;owned\x07").line())
+    ran = run("explain", "--request", "chatcmpl", "--log", str(log), "--store", "memory://x")
+    assert ran.status == 0
+    assert not {"\x1b", "\x07"} & set(ran.out)
+
+
 def test_the_markers_of_its_handoff_are_told(logs, file_url, prompts):
     url = fill(file_url, prompts)
     namespace = prompts[0].namespace
@@ -190,6 +222,12 @@ def test_a_pool_that_is_gone_leaves_the_logs(logs):
 def test_a_request_that_is_not_clear_is_refused(logs, request_id, files, said):
     with pytest.raises(ConfigError, match=said):
         explain_request("file:///nowhere", request_id, logs[1::2] if files else [])
+
+
+def test_a_log_without_a_request_is_refused(logs, filled_file):
+    ran = run("explain", "--ids", "1,2", *logs, "--store", filled_file)
+    assert ran.status == 2
+    assert "--log needs --request ID" in ran.err
 
 
 def test_a_log_that_is_not_there_is_one_line():

@@ -109,6 +109,34 @@ def test_a_redis_that_tells_no_age_keeps_everything(redis_server, prompts):
     assert len(namespaces(url)) == 2
 
 
+@pytest.mark.redis
+def test_what_only_one_tier_tells_to_be_old_stays(redis_server, prompts, filled_file):
+    server = redis_server()
+    fill(server.url, prompts)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+    for prompt in prompts:
+        age_files(filled_file, prompt.namespace.hex, 8 * 86_400)
+    tiers = f"{server.url} {filled_file}"
+    ran = run("purge", "--older-than", "7d", "--yes", "--store", tiers)
+    assert "6 values stay: this store does not tell when they were used" in ran.out
+    assert len(namespaces(server.url)) == len(namespaces(filled_file)) == 2
+
+
+def test_what_is_used_before_the_answer_stays(old, monkeypatch):
+    url, name = old
+
+    class SlowTerminal(Terminal):
+        def readline(self, *_: int) -> str:
+            age_files(url, name, 0)  # a request has found it
+            return super().readline()
+
+    monkeypatch.setattr(sys, "stdin", SlowTerminal("y\n"))
+    told = clear(url, "", "7d", is_rehearsal=False, is_agreed=False)
+    assert (told.document["num_values"], told.status) == (0, 0)
+    assert name in namespaces(url)
+
+
 def test_a_question_where_standard_input_is_closed_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(ConfigError, match="give --yes"):

@@ -57,10 +57,33 @@ def test_every_image_is_a_target_of_the_dockerfile_or_a_known_one():
     assert images <= {f"pdstore-{target}" for target in targets} | foreign
 
 
-def test_every_image_has_the_command():
+def extras_of_images() -> list[set[str]]:
+    """The extras of pdstore in each image: those of the router's, and of vLLM's."""
     installed = re.findall(r"\$\{wheel\}\[([\w,-]+)\]", (DEPLOY / "Dockerfile").read_text())
     assert len(installed) == 2
-    assert all("cli" in extras.split(",") for extras in installed)
+    return [set(extras.split(",")) for extras in installed]
+
+
+def test_every_image_has_the_command():
+    assert all("cli" in extras for extras in extras_of_images())
+
+
+def test_every_extra_of_an_image_is_one():
+    """Of one that is none, pip only warns."""
+    project, _, _ = (ROOT / "pyproject.toml").read_text().partition("[project.urls]")
+    known = set(re.findall(r"^([\w-]+) = \[", project.partition("optional-dependencies]")[2], re.M))
+    for extras in extras_of_images():
+        assert extras <= known
+
+
+def test_the_routers_image_has_what_router_and_mini_engine_need():
+    router, _ = extras_of_images()
+    assert "router" in router
+    dockerfile = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
+    [program] = re.findall(r"python -c '(.*?)' > /wheels/examples.txt", dockerfile)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "transformers" in done.stdout, done.stderr
+    assert "-r /wheels/examples.txt" in dockerfile
 
 
 def test_no_image_runs_as_root():

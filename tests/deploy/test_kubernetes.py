@@ -177,5 +177,15 @@ def test_p_and_d_get_the_token_and_the_monitor_finds_every_pod(rendered):
         assert (secret["metadata"]["name"] in secrets) == (name in ("prefill", "decode"))
 
 
+@needs_kubectl
+def test_to_apply_it_again_takes_back_no_scaling(rendered):
+    """`kubectl apply` would set a number of pods that is written, whatever the autoscaler's is."""
+    scaled = {o["metadata"]["name"] for o in rendered if o["kind"] == "HorizontalPodAutoscaler"}
+    counts = {
+        o["metadata"]["name"]: o["spec"].get("replicas") for o in rendered if is_deployment(o)
+    }
+    assert {name for name, count in counts.items() if count is None} == scaled
+
+
 def is_deployment(each: dict) -> bool:
     return each["kind"] == "Deployment"

@@ -39,7 +39,8 @@ STAND_INS = {"vllm": _ENGINE, "pdstore-router": ROUTER}
 def installed(tmp_path_factory):
     """The folder that stands for `/` after install.sh."""
     root = tmp_path_factory.mktemp("root")
-    done = install(root, "--no-index", wheel_of(tmp_path_factory.mktemp("wheel"), STAND_INS))
+    wheel = wheel_of(tmp_path_factory.mktemp("wheel"), STAND_INS)
+    done = install(root, "--no-index", wheel, umask=0o077)  # root's on a hardened host
     assert done.returncode == 0, done.stdout + done.stderr
     return root
 
@@ -61,6 +62,14 @@ def test_it_installs_units_and_examples_and_keeps_what_a_user_has_written(instal
     set_variables(own, HOST="10.9.9.9")
     assert install(installed, "--no-index", wheel_of(tmp_path, STAND_INS)).returncode == 0
     assert "HOST=10.9.9.9" in own.read_text()
+
+
+@pytest.mark.slow
+def test_the_units_users_may_run_what_it_installs(installed):
+    """vLLM and the router run as users that are not root."""
+    for path in [*installed.joinpath("opt").rglob("*"), installed / "opt"]:
+        mode = path.stat().st_mode
+        assert mode & 0o5 == mode >> 6 & 0o5, f"{path} has {mode:o}"
 
 
 def test_without_arguments_it_says_what_to_give():

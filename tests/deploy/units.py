@@ -123,7 +123,9 @@ def wheel_of(directory: Path, programs: Mapping[str, str]) -> Path:
     return file
 
 
-def install(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def install(
+    root: Path, *arguments: str | Path, umask: int = -1
+) -> subprocess.CompletedProcess[str]:
     """Runs install.sh, with a folder for `/`."""
     return subprocess.run(
         [DEPLOY / "systemd" / "install.sh", *arguments],
@@ -131,6 +133,7 @@ def install(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         timeout=INSTALL_S,
+        umask=umask,
     )
 
 

@@ -60,7 +60,7 @@ def test_the_commands_of_the_page_hand_over(steps, tmp_path):
         b.start("decode", steps["decode"])
         b.start("router", steps["router"])
         # the router is up, and "degraded", also before P is
-        ready = "curl -sf http://127.0.0.1:8000/health | grep '\"status\":\"ok\"'"
+        ready = 'curl -sf http://127.0.0.1:8000/health | grep \'"status":"ok"\''
         logs = lambda: a.log("prefill") + b.log("decode") + b.log("router")  # noqa: E731
         eventually(lambda: b.run(ready).returncode == 0, DEADLINE_S, logs)
 

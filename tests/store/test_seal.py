@@ -24,7 +24,7 @@ from pdstore.settings import read_settings
 from pdstore.store.connect import connect_store, read_pool_id
 from pdstore.store.file.store import FileStore
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import FindsKeys
+from pdstore.store.optional import FindsKeys, TellsRemovals
 from pdstore.store.seal import Encrypted, read_seal_keys, seal_store
 from pdstore.testing import StoreTests, content, fresh_keys
 from pdstore.testing.values import assert_values, empty_slots, get, put
@@ -241,8 +241,9 @@ def test_what_came_before_an_error_of_the_store_is_decrypted(num_done, keys, val
     assert_values([bytes(slots.value(i)) for i in range(good)], values[:good])
 
 
-def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path):
+@pytest.mark.parametrize("protocol", [FindsKeys, TellsRemovals])
+def test_protocols_without_values_pass_and_those_with_values_do_not(tmp_path, protocol):
     with contextlib.closing(FileStore(tmp_path / "pool")) as files:
         store = encrypted(files)
-        assert store.optional(FindsKeys) is files
+        assert store.optional(protocol) is files
         assert store.optional(FileStore) is None

@@ -85,6 +85,8 @@ class PoolEvents:
         self._num_blocks_with: Counter[Any] = Counter()  # by the hash of one of vLLM's blocks
         self._events: list[BlockStored | BlockRemoved] = []
         self._saves: dict[int, _Save] = {}  # by number
+        self._block_pool: Any = None
+        self._cached: Any = None
         self._round: list[Any] = []  # the names that this round of checks has not come to
         self._num_notes = 0
         self._watch: _Watch | None = None
@@ -94,10 +96,10 @@ class PoolEvents:
         """Returns how many events there are to take."""
         return len(self._events)
 
-    def begin(self, cache: PrefixCacheManager, block_tokens: int, hash_tokens: int) -> None:
+    def begin(self, cache: PrefixCacheManager, block_tokens: int, block_pool: Any) -> None:
         """Begins to collect events, if the store can tell which blocks are gone.
 
-        block_tokens: tokens of one of vLLM's blocks. hash_tokens: of one of its requests' hashes.
+        block_tokens: tokens of one of vLLM's blocks. block_pool: vLLM's BlockPool.
         """
         if not self._is_on:
             return
@@ -110,7 +112,9 @@ class PoolEvents:
             )
             log.warning("no events about the pool: %s", why)
             return
+        hash_tokens = getattr(block_pool, "hash_block_size", block_tokens)
         self._size = namespace.block_tokens, block_tokens, hash_tokens
+        self._block_pool, self._cached = block_pool, _cached_in(block_pool)
         heads = [namespace.key_prefix(part) for part in parts]
         self._watch = _Watch(removals, heads)
         self._thread = Ticker("pdstore-events", self._check)
@@ -148,7 +152,15 @@ class PoolEvents:
             self._remove(list(self._blocks))
 
     def take(self) -> list[Any]:
-        """Returns the events since the last call, in order."""
+        """Returns the events since the last call, in order.
+
+        vLLM takes its own events just before. If they say that all blocks are cleared, routers drop
+        the pool's blocks, too: they are told anew when they are stored or found again.
+        """
+        if self._cached is not (cached := _cached_in(self._block_pool)):
+            self._cached = cached
+            with self._lock:
+                self._remove(list(self._blocks))
         if not self._events:
             return []
         with self._lock:
@@ -160,7 +172,7 @@ class PoolEvents:
             self._thread.stop(timeout_s=1.0)
 
     def _note(self, request: Any, keys: PromptKeys, num_tokens: int) -> None:
-        """Notes whole blocks that are in the pool, and tells of those that are new.
+        """Notes whole blocks that are in the pool, the last one first, and tells of new ones.
 
         Those before a save's first one, too: no lookup may have told of them, as where the engine
         had them itself, and routers leave out a block whose parent they do not know. Should one of
@@ -173,25 +185,27 @@ class PoolEvents:
             hashes = view(hashes, hash_tokens, block_tokens)
         size = pool_tokens // block_tokens
         names = keys.hashes(0, min(num_tokens // pool_tokens, len(hashes) // size))
-        new: list[int] = []
+        new: dict[int, Any] = {}  # hashes of vLLM's blocks that routers do not know, by number
         with self._lock:
             self._num_notes += 1
-            for number, name in enumerate(names):
-                last = hashes[(number + 1) * size - 1]
-                if (known := self._blocks.get(last)) is None:
-                    new.append(number)
-                else:
+            for number in reversed(range(len(names))):  # stores evict a prompt from its end
+                name, first = names[number], number * size
+                last = hashes[first + size - 1]
+                if (known := self._blocks.get(last)) is not None:
                     known.name, known.number = name, self._num_notes
                     self._blocks.move_to_end(last)
-            for start, stop in _runs(new):
-                event = _stored(request, hashes, start * size, stop * size, block_tokens)
-                self._events.append(event)
-                for number in range(start, stop):
-                    at = (number - start) * size
-                    own = event.block_hashes[at : at + size]
-                    block = _Block(names[number], own, self._num_notes)
-                    self._blocks[hashes[(number + 1) * size - 1]] = block
-                    self._num_blocks_with.update(own[:-1])
+                    continue
+                own = [*map(_published, hashes[first : first + size])]
+                new |= {
+                    first + at: each
+                    for at, each in enumerate(own)
+                    if each not in self._num_blocks_with
+                }
+                self._num_blocks_with.update(own[:-1])
+                self._blocks[last] = _Block(name, own, self._num_notes)
+            for start, stop in _runs(sorted(new)):
+                shown = [new[number] for number in range(start, stop)]
+                self._events.append(_stored(request, hashes, shown, start, block_tokens))
             most = self._most_hashes // size
             self._remove([*itertools.islice(self._blocks, max(0, len(self._blocks) - most))])
 
@@ -199,7 +213,8 @@ class PoolEvents:
         """Forgets blocks and tells that they are gone. The caller holds the lock.
 
         Two prompts may part within a block of the pool: then a block of vLLM's is in two of the
-        pool's, and stays until both are gone.
+        pool's, and stays until both are gone. It was told of once, since routers that count how
+        often a block is stored would wait for as many removals.
         """
         gone = []
         for name in names:
@@ -265,6 +280,11 @@ class _Watch:
         return {name for at, name in enumerate(blocks) if any(gone[at * step : (at + 1) * step])}
 
 
+def _cached_in(block_pool: Any) -> Any:
+    """Returns vLLM's table of cached blocks: another object after each reset."""
+    return getattr(block_pool, "cached_block_hash_to_block", None)
+
+
 def _published(block_hash: Any) -> Any:
     return kv_cache_utils.maybe_convert_block_hash(block_hash)
 
@@ -279,12 +299,16 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _stored(
-    request: Any, hashes: Sequence[Any], start: int, stop: int, block_tokens: int
+    request: Any, hashes: Sequence[Any], shown: list[Any], start: int, block_tokens: int
 ) -> BlockStored:
-    """Returns the event of some consecutive blocks of vLLM's, as its own block pool makes it."""
+    """Returns the event of some consecutive blocks of vLLM's, as its own block pool makes it.
+
+    shown: their hashes as events give them. start: the number of the first one.
+    """
+    stop = start + len(shown)
     lora = request.lora_request
     return BlockStored(
-        block_hashes=[*map(_published, hashes[start:stop])],
+        block_hashes=shown,
         parent_block_hash=_published(hashes[start - 1]) if start else None,
         token_ids=list(request.all_token_ids[start * block_tokens : stop * block_tokens]),
         block_size=block_tokens,

@@ -121,8 +121,7 @@ class PDStoreConnectorScheduler:
             self.number,
         )
         self._records = Records(self._reporting.journal, self.settings.role)
-        hash_tokens = getattr(self.saves.block_pool, "hash_block_size", layout.block_tokens)
-        self.events.begin(cache, layout.block_tokens, hash_tokens)
+        self.events.begin(cache, layout.block_tokens, self.saves.block_pool)
         words = "pdstore: role %s, namespace %s, blocks of %d tokens"
         log.info(words, self.settings.role, namespace.hex, namespace.block_tokens)
 

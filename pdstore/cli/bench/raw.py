@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,8 +12,6 @@ from pdstore.store.base import Slots, Store
 from pdstore.store.mooncake.library import Library, MooncakeConfig
 from pdstore.store.mooncake.store import MooncakeStore
 from pdstore.store.url import StoreURL
-
-_CHUNK = 256 << 10  # redis-py copies larger arguments into one buffer
 
 
 class Raw(Protocol):
@@ -32,9 +30,9 @@ def raw_of(scheme: str, url: str, store: Store, temporary: Path) -> Raw:
     if scheme == "file":
         return RawFiles(temporary)
     if scheme.endswith("+cluster"):
-        return RawRedis(_cluster_client(url), bytes)
-    if scheme.startswith(("redis", "valkey")) and "sentinel" not in scheme:
-        return RawRedis(_server_client(url), memoryview)
+        return RawRedis(_cluster_client(url), bytes, store.label)
+    if scheme.startswith(("redis", "valkey")):
+        return RawRedis(_server_client(url), memoryview, store.label)
     if scheme == "mooncake":
         return RawMooncake(url, cast(MooncakeStore, store))
     return RawCopies()
@@ -86,41 +84,38 @@ class RawRedis:
     argument: makes what the client sends of a value's memory.
     """
 
-    def __init__(self, client: Any, argument: Callable[[memoryview], bytes | memoryview]) -> None:
-        self._client, self._argument = client, argument
+    def __init__(
+        self, client: Any, argument: Callable[[memoryview], bytes | memoryview], label: str
+    ) -> None:
+        self._client, self._argument, self._label = client, argument, label
 
     def put(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for i, key in enumerate(keys):
-            pipe.set(f"raw:{key}", self._argument(slots.value(i)))
-        pipe.execute()
+        values = (self._argument(slots.value(i)) for i in range(len(keys)))
+        self._ask(("SET", *each) for each in zip(_raw(keys), values, strict=True))
 
     def get(self, keys: Sequence[BlockKey], slots: Slots) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.get(f"raw:{key}")
-        for i, value in enumerate(pipe.execute()):
+        for i, value in enumerate(self._ask(("GET", key) for key in _raw(keys))):
             slots.value(i)[:] = value
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipe.unlink(f"raw:{key}")
-        pipe.execute()
+        self._ask(("UNLINK", key) for key in _raw(keys))
+
+    def _ask(self, commands: Iterable[tuple[str | bytes | memoryview, ...]]) -> list[Any]:
+        """Returns the replies. Raises StoreError."""
+        from pdstore.store.redis.connection import named_errors
+
+        with named_errors(self._label, "raw"):
+            pipe = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(pipe.execute())
 
 
 def _server_client(url: str) -> Any:
-    """Returns a client that sends as fast as the store's."""
-    import redis
-    from redis.connection import PythonRespSerializer
+    """Returns a client with the store's own connections: as fast, and with the same rights."""
+    from pdstore.store.redis.connection import open_servers
 
-    def encode(argument: Any) -> Any:
-        return argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
-
-    plain = url.partition("?")[0]  # the options are pdstore's
-    plain = plain.replace("valkey", "redis", 1).replace("redis+unix", "unix", 1)
-    packer = PythonRespSerializer(_CHUNK, encode)
-    return redis.Redis.from_url(plain, protocol=2, command_packer=packer)
+    return open_servers(StoreURL.of(url)).masters()[0]
 
 
 def _cluster_client(url: str) -> Any:
@@ -133,6 +128,9 @@ def _cluster_client(url: str) -> Any:
         username=first.username,
         password=first.password,
         ssl=first.scheme.partition("+")[0] in ("rediss", "valkeys"),
+        ssl_ca_certs=first.options.get("ca"),
+        ssl_certfile=first.options.get("cert"),
+        ssl_keyfile=first.options.get("key"),
         protocol=2,
     )
 
@@ -167,4 +165,4 @@ def _addresses(slots: Slots) -> list[int]:
 
 
 def _raw(keys: Sequence[BlockKey]) -> list[str]:
-    return [f"raw:{key}" for key in keys]
+    return [f"{key}:raw" for key in keys]

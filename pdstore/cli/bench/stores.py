@@ -6,13 +6,14 @@ evicts others for them. A pool that does not exist yet is tried in one that is r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from pdstore.format.keys import BlockKey, Json
 from pdstore.settings import read_settings
 from pdstore.store.base import Slots, Store
 from pdstore.store.connect import place_of
-from pdstore.store.url import StoreURL
+from pdstore.store.optional import ALL_KEYS
+from pdstore.store.url import Place, StoreURL
 
 _SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 _BATCH = 16
@@ -76,9 +78,12 @@ def bench(url: str | None, rounds: int) -> Answer:
     """
     settings = read_settings(**({"store": url} if url else {}))
     place = place_of(settings.store, settings)
-    made = place.missing_path
     rows: list[list[Cell]] = []
-    with opened(settings, place) as store, tempfile.TemporaryDirectory() as elsewhere:
+    with (
+        _trying(place),
+        opened(settings, place) as store,
+        tempfile.TemporaryDirectory() as elsewhere,
+    ):
         with tempfile.TemporaryDirectory(
             prefix=".bench-", dir=_beside(place.path) or elsewhere
         ) as temporary:
@@ -89,8 +94,6 @@ def bench(url: str | None, rounds: int) -> Answer:
                     rows += _measure(_Case(store, raw, size, count), name, rounds)
         rows.append(_measure_match(store, max(rounds * 10, 100)))
         label = store.label
-    if made is not None and made.is_dir():
-        shutil.rmtree(made)
     title = f"{label}, {rounds} rounds in turn"
     documents: list[Json] = [dict(zip(_NAMES, row, strict=True)) for row in rows]
     shown: list[RenderableType] = [
@@ -118,6 +121,18 @@ def seconds_of(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _trying(place: Place) -> Iterator[None]:
+    """Removes at the end each pool of files that the code inside makes, unless others use it."""
+    missing = [path for tier in place.tiers if (path := tier.missing_path) is not None]
+    try:
+        yield
+    finally:
+        for path in missing:
+            if path.is_dir() and not any(path.rglob(f"{ALL_KEYS}*")):
+                shutil.rmtree(path)
 
 
 def _beside(path: Path | None) -> Path | None:

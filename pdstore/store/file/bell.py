@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from pathlib import Path
@@ -67,7 +68,7 @@ class Bell:
             if self._inotify is None:
                 self._inotify = INotify()
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            watch = self._inotify.add_watch(self._folder, _OPENED)
+            watch = _watched(self._inotify, self._folder)
             if watch != self._watch:
                 self._watch = watch
                 self._number += 1  # nobody watched this folder, so a wake may have been lost
@@ -80,3 +81,15 @@ class Bell:
             self._number += 1
         if any(event.mask & flags.IGNORED for event in events):
             self._watch = None
+
+
+def _watched(inotify: INotify, folder: Path) -> int:
+    """Watches a folder; returns the watch's number. Raises OSError, EMFILE for too many watches.
+
+    The kernel calls them ENOSPC, which here would mean a full disk.
+    """
+    try:
+        return int(inotify.add_watch(folder, _OPENED))
+    except OSError as error:
+        why = errno.EMFILE if error.errno == errno.ENOSPC else error.errno
+        raise OSError(why, error.strerror) from error

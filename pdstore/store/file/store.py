@@ -52,7 +52,7 @@ _NEIGHBOURS = 3  # so many of the next values are tried if a value cannot be rea
 _WARNING_INTERVAL_S = 60.0
 _NO_WATCH = (
     "this user may watch no more folders, so puts are only found by searches at intervals:"
-    " raise the sysctl fs.inotify.max_user_instances, or ulimit -n"
+    " raise the sysctls fs.inotify.max_user_instances and fs.inotify.max_user_watches, or ulimit -n"
 )
 _WHY_TWO = ". A directory of one host is another one on the next, and in a container: mount it"
 

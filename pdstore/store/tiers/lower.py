@@ -109,9 +109,13 @@ class LowerTier:
     def look(self, search: Callable[[], A], otherwise: A) -> A:
         """Searches the tier; returns `otherwise` if it is out, fails, or takes too long."""
         try:
-            return self._beside(search, self._look_s)
+            return self.ask(search)
         except StoreError:
             return otherwise
+
+    def ask(self, search: Callable[[], A]) -> A:
+        """Searches the tier. Raises StoreError, also if the tier is out or takes too long."""
+        return self._beside(search, self._look_s)
 
     def oldest_age_s(self, sizes: Sequence[int]) -> float | None:
         """Does what `EvictsByUse` says; None also if the tier cannot tell, is out, or is late."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from pdstore.errors import StoreError
@@ -225,18 +226,31 @@ def _finder(stack: Stack) -> FindsKeys | None:
 
 
 class _Removals:
-    """TellsRemovals: a value is gone if no tier that may have it does."""
+    """TellsRemovals: a value is gone if no tier has it; one that does not answer may have it.
 
-    def __init__(self, finder: FindsKeys) -> None:
-        self._finder = finder
+    Then it raises StoreError: a tier that is back would have what is told to be gone.
+    """
+
+    def __init__(self, lower: Sequence[LowerTier], tells: Sequence[TellsRemovals]) -> None:
+        self._lower = lower
+        self._tells = tells
 
     def which_removed(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return [not is_there for is_there in self._finder.which_stored(keys)]
+        first, *others = self._tells
+        gone = list(first.which_removed(keys))
+        for tier, tells in zip(self._lower, others, strict=True):
+            rest = [i for i in range(len(keys)) if gone[i] and is_for_all_tiers(keys[i])]
+            if not rest:
+                break
+            ask = partial(tells.which_removed, [keys[i] for i in rest])
+            for i, is_gone in zip(rest, tier.ask(ask), strict=True):
+                gone[i] = is_gone
+        return gone
 
 
 def _removals(stack: Stack) -> TellsRemovals | None:
-    finder = _finder(stack) if _in_each(stack, TellsRemovals) is not None else None
-    return _Removals(finder) if finder is not None else None
+    tells = _in_each(stack, TellsRemovals)
+    return _Removals(stack.lower, tells) if tells is not None else None
 
 
 class _Lister:

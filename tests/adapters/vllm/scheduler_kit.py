@@ -52,12 +52,12 @@ def scheduler_of(url, closed_after):
     small: tokens of one of vLLM's blocks, where a block of the pool has several.
     """
 
-    def make(*, metrics=None, states=None, page=None, small=BLOCK, **changes):
+    def make(*, metrics=None, states=None, page=None, small=BLOCK, block_pool=None, **changes):
         given = {name: changes.pop(name) for name in OPTIONS if name in changes}
         settings = settings_of(**{"store": url, **changes})
         num_ranks, metrics = given.pop("num_ranks", 1), metrics or StepMetrics()
         scheduler = PDStoreConnectorScheduler(settings, num_ranks, metrics, **given)
-        scheduler.saves.block_pool = BlockPool()
+        scheduler.saves.block_pool = block_pool or BlockPool()
         namespace = namespace_of(settings, states=states, page=page)
         scheduler.set_layouts([RankLayout(namespace, small, states or StateTables())])
         return closed_after(scheduler)

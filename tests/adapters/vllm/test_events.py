@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from pdstore import open_store
@@ -166,14 +169,54 @@ def test_what_two_blocks_of_the_pool_share_stays_until_both_are_gone(telling, st
     other = request(request_id="s", block_hashes=hashes)
     other.prompt_token_ids = other.all_token_ids = prompt
     assert admit(scheduler, other) == 256
-    [told] = scheduler.events.take()
-    assert len(told.block_hashes) == 4
+    [told] = scheduler.events.take()  # of what is new: routers may count how often a block is told
+    assert told.block_hashes == [maybe_convert_block_hash(hashes[-1])]
+    assert told.parent_block_hash == published(14, 15)[0]
+    assert told.token_ids == prompt[240:256]
     store.remove(keys_of(scheduler, 3))
     [told] = eventually(scheduler.events.take)
     assert told.block_hashes == published(15, 16)
     store.remove(own)
     [told] = eventually(scheduler.events.take)
     assert told.block_hashes == [*published(12, 15), maybe_convert_block_hash(hashes[-1])]
+
+
+def hashes_of(prompt):
+    """Hashes of vLLM's blocks, each of all tokens up to its end."""
+    ends = range(SMALL, len(prompt) + 1, SMALL)
+    return [hashlib.sha256(repr(prompt[:end]).encode()).digest() for end in ends]
+
+
+def test_a_router_that_counts_how_often_it_is_told_ends_with_what_the_pool_has(telling, store):
+    scheduler, chance = telling(), random.Random(7)
+    prompts, counts, blocks = [PROMPT], Counter(), {}
+
+    def told():
+        for event in scheduler.events.take():
+            is_stored = isinstance(event, BlockStored)
+            assert not is_stored or counts.keys() >= {event.parent_block_hash} - {None}
+            counts.update({each: 1 if is_stored else -1 for each in event.block_hashes})
+        return {each for each, count in counts.items() if count}
+
+    for number in range(60):
+        beginning = chance.choice(prompts)[: chance.randrange(300)]
+        prompts.append(prompt := [*beginning, *PROMPT[: chance.randrange(64, 200)]])
+        asked = request(request_id=str(number), block_hashes=hashes_of(prompt))
+        asked.prompt_token_ids = asked.all_token_ids = prompt
+        whole = scheduler.cache.keys(prompt[: len(prompt) // BLOCK * BLOCK])
+        names = whole.store_keys(whole.namespace.parts)
+        put(store, names, contents(names, 100))
+        for block in range(len(whole)):
+            end = (block + 1) * BLOCK
+            own = map(maybe_convert_block_hash, hashes_of(prompt[:end])[-BLOCK // SMALL :])
+            blocks[names[block * len(names) // len(whole)]] = {*own}
+        scheduler.events.found(asked, scheduler.cache.match(whole))
+        store.remove(chance.sample(sorted(blocks), chance.randrange(2)))
+        told()
+    gone = store.which_removed([*blocks])
+    left = [own for own, is_gone in zip(blocks.values(), gone, strict=True) if not is_gone]
+    eventually(lambda: told() == set().union(*left))
+    assert set(counts.values()) == {0, 1}
 
 
 def test_a_block_that_is_stored_again_is_told_again(telling, store):
@@ -193,7 +236,23 @@ def test_beyond_the_limit_the_blocks_used_longest_ago_are_told_to_be_gone(tellin
     save(scheduler, store, request())
     stored, removed = scheduler.events.take()
     assert stored.block_hashes == published(0, 16)
-    assert removed == BlockRemoved(block_hashes=published(0, 8), medium=MEDIUM)
+    # of a prompt its end goes first: nobody can use a block without those before it
+    gone = [*published(12, 16), *published(8, 12)]
+    assert removed == BlockRemoved(block_hashes=gone, medium=MEDIUM)
+
+
+def test_after_a_reset_of_vllms_cache_blocks_are_told_anew(telling, store):
+    pool = BlockPool(64, True, SMALL, enable_kv_cache_events=True)  # vLLM's own
+    scheduler = telling(block_pool=pool)
+    save(scheduler, store, request())
+    scheduler.events.take()
+    assert pool.reset_prefix_cache()
+    assert pool.take_events() == [AllBlocksCleared()]  # by which routers forget the pool's, too
+    [told] = scheduler.events.take()
+    assert sorted(told.block_hashes) == published(0, 16)
+    assert admit(scheduler, request(request_id="s")) == 256
+    [told] = scheduler.events.take()
+    assert told.block_hashes == published(0, 16)
 
 
 def test_new_weights_end_all_blocks(telling, store):
@@ -202,7 +261,7 @@ def test_new_weights_end_all_blocks(telling, store):
     scheduler.events.take()
     scheduler.report(StepReport(weights={0: RankWeights(1, b"", 0, 0)}))
     [told] = scheduler.events.take()
-    assert told.block_hashes == published(0, 16)
+    assert sorted(told.block_hashes) == published(0, 16)
 
 
 @pytest.mark.parametrize(

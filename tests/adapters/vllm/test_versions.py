@@ -116,3 +116,4 @@ def test_one_kv_group_holds_with_this_release_and_several_are_refused(run, relea
     # their second model runner is called otherwise than the test of it does
     chosen = "legal_order and not align and not none or test_saves and not V2 or first_that_serves"
     run(release, ["random_orders", "saves", "state_layers"], "-k", chosen)
+    run(release, ["events"])

@@ -12,6 +12,7 @@ from collections import deque
 from functools import partial
 
 import pytest
+from inotify_simple import INotify
 
 from pdstore.errors import (
     ConfigError,
@@ -53,14 +54,24 @@ def test_which_stored_answers_for_each_key_and_leases_none(store):
     assert [path_of(store, key).stat().st_mtime_ns for key in keys] == before
 
 
-def test_a_user_who_may_watch_no_more_folders_is_told_what_to_raise(store, monkeypatch, caplog):
-    def refused():
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+@pytest.mark.parametrize(
+    ("refuses", "why", "sysctl"),
+    [
+        ("__init__", errno.EMFILE, "fs.inotify.max_user_instances"),
+        ("add_watch", errno.ENOSPC, "fs.inotify.max_user_watches"),
+    ],
+)
+def test_a_user_who_may_watch_no_more_folders_is_told_what_to_raise(
+    store, monkeypatch, caplog, refuses, why, sysctl
+):
+    def refused(*_):
+        raise OSError(why, os.strerror(why))
 
-    monkeypatch.setattr("pdstore.store.file.bell.INotify", refused)
-    with pytest.raises(StoreError):
+    monkeypatch.setattr(INotify, refuses, refused)
+    with pytest.raises(StoreUnavailable):  # and not StoreFull: it is not the disk
         store.wait_for_change(None, 0.1)
-    assert "raise the sysctl fs.inotify.max_user_instances" in caplog.text
+    assert "may watch no more folders" in caplog.text
+    assert sysctl in caplog.text
 
 
 def test_random_calls_agree_with_a_dict(tmp_path):

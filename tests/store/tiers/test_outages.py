@@ -11,7 +11,7 @@ from pdstore.errors import BadValue, StoreError
 from pdstore.settings import Settings
 from pdstore.store import open_store
 from pdstore.store.memory import MemoryStore
-from pdstore.store.optional import TellsRoom
+from pdstore.store.optional import TellsRemovals, TellsRoom
 from pdstore.store.tiers.hangs import ReadWatch
 from pdstore.store.tiers.lower import Limits
 from pdstore.store.wrappers import WrapperStore
@@ -54,6 +54,33 @@ def test_a_hung_tier_costs_one_look_an_outage_and_is_joined_again(open_tiers):
         assert store.optional(TellsRoom).room().problem is not None
     eventually(lambda: store.match(keys) == 4, 5)
     assert store.optional(TellsRoom).room().problem is None
+
+
+class SearchHangs(MemoryStore):
+    """Searches for unrelated keys hang until `answers` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers = threading.Event()
+
+    def which_stored(self, keys):
+        self.answers.wait(10)
+        return super().which_stored(keys)
+
+
+def test_nothing_is_told_to_be_gone_that_a_tier_may_have_which_does_not_answer(open_tiers):
+    first, below = MemoryStore(), SearchHangs()
+    store, keys = open_tiers(first, below, limits=[Limits(look_s=0.2)]), fresh_keys(4)
+    plant(first, keys[:1])
+    plant(below, keys[1:3])
+    tells = store.optional(TellsRemovals)
+    assert tells.which_removed(keys[:1]) == [False]  # the tier need not be asked
+    for why in ("no answer after 0.2 s", "is left out"):
+        with pytest.raises(StoreError, match=why):
+            tells.which_removed(keys)
+    below.answers.set()
+    eventually(lambda: store.match(keys) == 3, 5)
+    assert tells.which_removed(keys) == [False, False, False, True]
 
 
 def test_removals_wait_once_while_a_tier_hangs(open_tiers):
