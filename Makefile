@@ -40,6 +40,7 @@ NEEDS := venv compiler redis mooncake
 demo check: NEEDS := venv $(filter redis mooncake,$(STORE))
 test: NEEDS += --wanted monitoring browser fuse
 check: NEEDS += --wanted monitoring units
+nightly: NEEDS += --wanted bare arm
 packages:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	  || { echo "$(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3" >&2; exit 1; }

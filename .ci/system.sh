@@ -56,6 +56,7 @@ make_system() {
     debootstrap --variant=minbase --include="$packages" "${options[@]}" "$suite" "$root" "$@" \
         >"$IN_NAMESPACE/log" || { tail "$IN_NAMESPACE/log"; exit 1; }
     mount -t proc proc "$root/proc"
+    mount -t sysfs -o ro sysfs "$root/sys" # lscpu reads it, which vLLM asks for the cores
     mount --rbind /dev "$root/dev"
     mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
     bound=()

@@ -3,7 +3,8 @@
 #
 #   scripts/system_packages.sh [NEED]... [--wanted NEED...]
 #
-#   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser, fuse, units
+#   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser, fuse, units,
+#         bare, arm
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
 # asks for no password; elsewhere says in one sentence what to install, and exits with 1. Packages
@@ -28,10 +29,13 @@ monitoring  prometheus-alertmanager  has_program prometheus-alertmanager
 browser     chromium                 has_program chromium
 fuse        fuse3                    has_program fusermount3
 units       systemd                  has_program systemd-analyze
+bare        debootstrap              has_program debootstrap
+arm         qemu-user-static         has_program qemu-aarch64-static
+arm         libc6-arm64-cross        test -e /usr/aarch64-linux-gnu
 '
 
 has_venv() { "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null; }
-has_program() { command -v "$1" >/dev/null; }
+has_program() { PATH=$PATH:$SBIN command -v "$1" >/dev/null; }
 # grep reads to the end: one that stops at the first match may end ldconfig by a signal, which counts.
 has_library() { PATH=$PATH:$SBIN ldconfig -p | grep "^[[:space:]]*${1//./\\.} " >/dev/null; }
 

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = (ROOT / ".github/workflows/release.yml").read_text()
 VERSIONS = ("3.10", "3.12", "3.13")  # 3.11 is CI's, 3.14 the release workflow's
+WHEEL = (ROOT / ".ci/wheel").read_text()
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 
 
@@ -55,8 +56,19 @@ def test_in_a_bare_debian_the_page_of_vllm_runs_as_it_stands(wheels):
     model = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     command = [ROOT / ".ci/wheel", wheels[0], model.stdout.split()[-1]]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-30000:]  # servers' logs
     assert "D loaded" in done.stdout
+
+
+def test_the_page_of_vllm_is_three_servers_with_all_their_options():
+    code = re.search(r"page\.py\" <<'PYTHON'\n(.*?)^PYTHON$", WHEEL, re.MULTILINE | re.DOTALL)[1]
+    command = [sys.executable, "-c", code]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    p, d, router = [line for line in script.splitlines() if line.endswith("&")]
+    assert p.startswith("PDSTORE_ROLE=prefill vllm serve /srv/pdstore/model ")
+    assert d.startswith("PDSTORE_ROLE=decode vllm serve /srv/pdstore/model ")
+    assert "--prefill http" in router
+    assert "--decode http" in router
 
 
 def test_a_release_is_built_by_make_tried_with_every_python_and_only_then_published():

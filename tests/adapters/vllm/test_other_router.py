@@ -16,10 +16,7 @@ from tests.support.child import child
 
 PROGRAM = Path(sys.executable).with_name("vllm-router")
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not PROGRAM.exists(), reason="needs the package vllm-router"),
-]
+pytestmark = pytest.mark.nightly
 
 
 @contextmanager
