@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from examples.ports import free_port
 from tests.adapters.vllm.asking import new_prompt
 from tests.docs.commands import ROOT
+from tests.support.beside import python_beside
 
 PACKAGES = (
     "ray[serve]==2.60.0",
@@ -31,15 +30,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(INSTALL_S + RUN_S)]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
     """A Python with Ray, which finds all else where this one does."""
-    home = tmp_path_factory.mktemp("ray") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", home], check=True, timeout=120)
-    [site] = home.glob("lib/python*/site-packages")
-    program = home / "bin" / "python"
-    pip = [program, "-m", "pip", "install", "--quiet", *PACKAGES]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_S)
-    assert done.returncode == 0, done.stderr
-    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return program
+    return python_beside(tmp_path_factory.mktemp("ray") / "venv", *PACKAGES, timeout_s=INSTALL_S)
 
 
 def test_d_loads_what_p_has_saved_behind_ray_serve(python, checkpoints, tmp_path):
