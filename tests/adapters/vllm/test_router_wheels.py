@@ -1,8 +1,7 @@
 """What the wheels of Ray Serve and Dynamo do with pdstore's connector, by their own classes.
 
-Dynamo is not run: its workers want another release of vLLM, with torchvision. Ray Serve is, by
-test_ray_serve.py; here the requests that CI replays (tests/support/other_routers.py) are compared
-with those of Ray's newest wheel.
+One release of each is run, by test_ray_serve.py and test_dynamo.py; these are the newest wheels.
+The requests that CI replays (tests/support/other_routers.py) are compared with those of Ray's.
 """
 
 from __future__ import annotations
