@@ -8,11 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import xxhash
+
+from pdstore.format.block import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUE = bytes(range(200))
-SUM = xxhash.xxh3_64_intdigest(VALUE[:56] + VALUE[64:])
+SUM = checksum(memoryview(VALUE))
 AARCH64 = Path("/usr/aarch64-linux-gnu")
 LOADER = """
 #include <dlfcn.h>
