@@ -85,7 +85,8 @@ def test_a_handoff_that_fails_ends_the_load_with_what_is_whole(p, d):
 
 
 @pytest.mark.parametrize("is_purged", [True, False])
-def test_a_purged_handoff_is_told_from_a_p_that_died(p, d, store, is_purged):
+def test_a_purged_handoff_is_told_from_a_p_that_died(p, instance, store, is_purged):
+    d = instance(layers=LAYERS, layer_ranges=3, fill=POISON, handoff_wait_s=9.0)
     keys = p.cache.keys(range(200))
     handoff, params = p.cache.announce(keys)
     if is_purged:
