@@ -38,7 +38,7 @@ setup-vllm: $(VLLM_VENV)/.stamp ## Make .venv-vllm, in which vLLM runs on a CPU
 # First of all, and only what the goal needs: a demo over files works without a compiler.
 NEEDS := venv compiler redis mooncake
 demo check: NEEDS := venv $(filter redis mooncake,$(STORE))
-test: NEEDS += --wanted monitoring browser fuse
+test: NEEDS += --wanted monitoring browser fuse network
 check: NEEDS += --wanted monitoring units
 nightly: NEEDS += --wanted bare arm
 packages:

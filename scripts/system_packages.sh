@@ -4,7 +4,7 @@
 #   scripts/system_packages.sh [NEED]... [--wanted NEED...]
 #
 #   NEED: venv, compiler, redis, mooncake (without one: these); monitoring, browser, fuse, units,
-#         bare, arm
+#         network, bare, arm
 #
 # Does nothing where all is there. Installs what is missing by apt-get as root or by a sudo that
 # asks for no password; elsewhere says in one sentence what to install, and exits with 1. Packages
@@ -29,6 +29,7 @@ monitoring  prometheus-alertmanager  has_program prometheus-alertmanager
 browser     chromium                 has_program chromium
 fuse        fuse3                    has_program fusermount3
 units       systemd                  has_program systemd-analyze
+network     iproute2                 has_program ip
 bare        debootstrap              has_program debootstrap
 arm         qemu-user-static         has_program qemu-aarch64-static
 arm         libc6-arm64-cross        test -e /usr/aarch64-linux-gnu

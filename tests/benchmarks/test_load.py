@@ -14,6 +14,7 @@ from benchmarks.load.kinds import Disk, kinds
 from benchmarks.load.workloads import WORKLOADS, Plan, Sizes
 from pdstore.settings import read_settings
 from pdstore.store import open_store
+from tests.support.disk import disk as disk
 
 
 class Listener:
@@ -114,12 +115,12 @@ def test_what_it_cannot_do_is_one_line(options, status, said):
 
 
 @pytest.mark.parametrize("name", ["tiers", "tiers_direct"])
-def test_tiers_are_the_arena_with_files_on_the_disk_below(name, tmp_path):
-    disk = Disk(tmp_path, 0.5, copy="2GB/s")
-    [instance] = kinds(tmp_path, Sizes(pool_gib=0.125), {}, disk)[name].instances
+def test_tiers_are_the_arena_with_files_on_the_disk_below(name, tmp_path, disk):
+    below_it = Disk(disk, 0.5, copy="2GB/s")
+    [instance] = kinds(tmp_path, Sizes(pool_gib=0.125), {}, below_it)[name].instances
     first, below = instance.environment["PDSTORE_STORE"].split()
     assert first.startswith("shm://load?size=134217728&")
-    assert below.startswith(f"file://{tmp_path}/below?budget=536870912&")
+    assert below.startswith(f"file://{disk}/below?budget=536870912&")
     assert ("direct=1" in below) == (name == "tiers_direct")
     store = open_store(f"{first} {below}", read_settings(store=f"{first} {below}"))
     assert len(store.tiers) == 2
