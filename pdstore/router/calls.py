@@ -29,8 +29,9 @@ _NO_PARAMS = (
     "prefill %s answers without kv_transfer_params, so D loads only what it finds without waiting."
     " Either it is no prefill instance: --prefill must be the URL of an instance started with"
     " PD_TRANSFER_VIA_STORAGE=1, PDSTORE_ROLE=prefill and PDSTORE_PUBLISH=1. Or a proxy or gateway"
-    " between removes them from the request or from the answer. Ask the instance itself, on its own"
-    " host and port: if it answers with kv_transfer_params, look at what is between: curl -s"
+    " between removes them from the request or from the answer. Or this request bypasses the pool,"
+    " as one with data that no key can name. Ask the instance itself, on its own host and port: if"
+    " it answers with kv_transfer_params, look at what is between: curl -s"
     """ http://HOST:PORT/v1/completions -H 'content-type: application/json' -d '{"prompt":"""
     """ "%s", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true}}'"""
     " (SGLang never answers with any: there D finds the pages by itself)"
@@ -127,6 +128,7 @@ class Calls:
                 return given
             if answer.status not in _BEGAN_NOTHING:
                 break
+            upstream.refused(answer.status)
         self.counts.degraded.inc()
         self.log_unless_recent("no P", "%s: no P could prefill it, D computes", asked.request_id)
         return None
@@ -170,7 +172,9 @@ class Calls:
                 self.note_decoded(asked, full)
                 await full.aclose()
             if answer.status_code not in _BEGAN_NOTHING:
+                upstream.came_back()
                 return answer
+            upstream.refused(answer.status_code)
             full = answer
         if full is not None:
             return full
@@ -193,7 +197,6 @@ class Calls:
         except httpx.TransportError as error:
             self._failed(upstream, asked, error)
             raise Refusal.saying(502, f"D broke off: {upstream.url}") from error
-        upstream.came_back()
         return answer
 
     async def answer_of_decode(self, question: Asked) -> WholeAnswer | None:

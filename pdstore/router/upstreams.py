@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ class Upstream:
     down_until: until then the others are asked first.
     skipped_until: until then nobody waits for it; None unless it let a request wait in vain.
     num_open: requests that it has and has not answered.
-    num_outages: how often it could not be reached after it could; another one may come back.
+    num_outages: how often it could not serve after it could; another one may come back.
     """
 
     url: str
@@ -36,9 +37,19 @@ class Upstream:
     num_outages: int = 0
 
     def went_down(self) -> None:
-        """Notes that it could not be reached: for a while the others are asked first."""
+        """Notes that it cannot serve: for a while the others are asked first."""
         self.num_outages += self.down_until == 0.0
         self.down_until = time.monotonic() + _RETRY_INTERVAL_S
+
+    def refused(self, status: int) -> None:
+        """Notes a status that says that it began nothing. After 503 the others are asked first.
+
+        A vLLM that stops breaks connections behind such answers: the next request on one is lost.
+        """
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.went_down()
+        else:
+            self.came_back()
 
     def way_to(self, error: str) -> str:
         """Returns what to do where a connection fails, by the error's words; "" if nothing fits."""
@@ -51,7 +62,7 @@ class Upstream:
         return ""
 
     def came_back(self) -> None:
-        """Notes that it can be reached."""
+        """Notes that it can serve."""
         self.down_until = 0.0
 
     def timed_out(self, retry_interval_s: float) -> None:
@@ -91,7 +102,7 @@ class Rotation:
 
     @property
     def num_outages(self) -> int:
-        """The number of times that one of the instances could not be reached after it could."""
+        """The number of times that one of the instances could not serve after it could."""
         return sum(upstream.num_outages for upstream in self.upstreams)
 
     def in_turn(self, body: Json | None = None) -> list[Upstream]:

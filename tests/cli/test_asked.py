@@ -167,7 +167,7 @@ def test_a_request_is_told_by_both_logs_with_the_reason_and_what_to_look_at(logs
     assert ran.status == 1
     assert "chatcmpl-7-P" in ran.out, "P's line of the same hand-off, under another id"
     assert "chatcmpl-8" not in ran.out
-    assert f"→ lost: {ADVICE[Reason.LOST].means}. Look at" in ran.out
+    assert f"→ lost: {ADVICE[Reason.LOST].means}. To look at:" in ran.out
     assert f"→ of hand-off {HANDOFF[:12]} the pool has nothing any more" in ran.out
     document = run(
         "explain", "--json", "--request", "chatcmpl-7", *logs, "--store", filled_file
@@ -176,6 +176,19 @@ def test_a_request_is_told_by_both_logs_with_the_reason_and_what_to_look_at(logs
     [p, d] = document["lines"]
     assert (p["saved"], p["reason"], d["matched"], d["loaded"]) == (210, None, 192, 128)
     assert LOSS.words in d["line"]
+
+
+def test_p_and_d_without_a_handoff_are_joined_by_the_clients_id(tmp_path):
+    log = tmp_path / "both.log"
+    p = replace(P, request_id="cmpl-race-0-8e0b6d48")
+    d = replace(D, request_id="cmpl-race-0-a68ddb16", handoff=None)
+    log.write_text(f"{p.line()}\n{d.line()}\n")
+    [of_p, of_d] = explain_request("file:///nowhere", "race", [str(log)]).document["lines"]
+    assert (of_p["request_id"], of_d["request_id"]) == (p.request_id, d.request_id)
+    other = replace(d, request_id="cmpl-race-1-a68ddb17")
+    log.write_text(f"{d.line()}\n{other.line()}\n")
+    with pytest.raises(ConfigError, match="2 requests have 'race' in their ids"):
+        explain_request("file:///nowhere", "race", [str(log)])
 
 
 def test_a_request_whose_id_is_an_order_to_the_terminal_is_shown_without_it(tmp_path):
