@@ -287,7 +287,7 @@ def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> Prompt
 
     content: the digests of the request's items and of its LoRA adapter.
     """
-    if not (content.may_share and _is_named_by_tokens(request, cache)):
+    if not content.may_share or why_bypassing(request, cache):
         return None
     return cache.keys(
         request.prompt_token_ids,
@@ -297,18 +297,25 @@ def keys_of(request: Any, cache: PrefixCacheManager, content: Content) -> Prompt
     )
 
 
-def _is_named_by_tokens(request: Any, cache: PrefixCacheManager) -> bool:
-    """Returns whether keys of a request's tokens can name its KV, whatever its items contain."""
+def why_bypassing(request: Any, cache: PrefixCacheManager) -> str:
+    """Returns why keys of a request's tokens cannot name its KV; "" if they can.
+
+    They can if only the contents of its images, sounds, videos or LoRA adapter are at fault.
+    """
     # A prompt's last page may still hold KV of an earlier request after the prompt's end, so a
     # request with a salt must not share pages. vLLM's CPU backend packs each block as a page.
-    return not (
-        request.prompt_token_ids is None
-        or request.prompt_embeds is not None
-        or request.pooling_params is not None
-        or getattr(request, "resumable", False)
-        or getattr(request.lora_request, "load_inplace", False)
-        or (cache.namespace.has_pages and request.cache_salt)
-    )
+    at_fault = {
+        "it has embeddings in place of tokens": (
+            request.prompt_token_ids is None or request.prompt_embeds is not None
+        ),
+        "it is for a pooling model": request.pooling_params is not None,
+        "its prompt comes in parts": getattr(request, "resumable", False),
+        "its LoRA adapter is loaded in place": getattr(request.lora_request, "load_inplace", False),
+        "it has a cache_salt, which this instance's KV cache cannot keep apart": (
+            cache.namespace.has_pages and request.cache_salt
+        ),
+    }
+    return next((why for why, is_so in at_fault.items() if is_so), "")
 
 
 def drops_last_token(request: Any, cache: PrefixCacheManager) -> bool:
@@ -338,7 +345,7 @@ def can_drop_last_token(request: Any, cache: PrefixCacheManager) -> bool:
     places = (item.mm_position for item in request.mm_features)
     ends_in_item = any(place.offset + place.length >= num_tokens for place in places)
     is_needed = num_tokens < 2 or ends_in_item or request.skip_reading_prefix_cache
-    return _is_named_by_tokens(request, cache) and not is_needed
+    return not (is_needed or why_bypassing(request, cache))
 
 
 def drop_last_token(request: Any) -> None:

@@ -20,6 +20,7 @@ from pdstore.adapters.vllm.describe import (
     drops_last_token,
     keys_of,
     params_of,
+    why_bypassing,
 )
 from pdstore.adapters.vllm.events import PoolEvents
 from pdstore.adapters.vllm.messages import (
@@ -45,6 +46,7 @@ from pdstore.scheduler.break_even import PromptTimes
 from pdstore.scheduler.prefix_cache import PrefixCacheManager
 from pdstore.settings import Settings
 from pdstore.status.server import Reporting
+from pdstore.telemetry.reasons import Repeats
 from pdstore.telemetry.request_record import Journal
 
 log = logging.getLogger("vllm.pdstore")
@@ -93,6 +95,7 @@ class PDStoreConnectorScheduler:
         self._records = Records(Journal(), self.settings.role)
         self._requests: dict[str, tuple[Any, EngineRequest]] = {}
         self._bypassing: set[str] = set()
+        self._repeats = Repeats()
         self._unsettled: set[str] = set()  # the requests that a step must look at
         self._step_timeout_left_s = self.step_timeout_s
         self._loads: list[tuple[str, LoadPlan | None, Tables, int]] = []
@@ -402,6 +405,9 @@ class PDStoreConnectorScheduler:
     def _bypass(self, request: Any, cache: PrefixCacheManager) -> None:
         """Leaves a request alone; a D that was asked at the same time need not wait for P."""
         self._bypassing.add(request.request_id)
+        why = why_bypassing(request, cache) or "its images, sounds, videos or adapter have no name"
+        if (left_out := self._repeats.note(why)) is not None:
+            log.info("request %s bypasses the pool: %s%s", request.request_id, why, left_out)
         asked = params_of(request)
         if asked.handoff is not None and cache.is_prefill(asked):
             self._aborted.append(asked.handoff.id)

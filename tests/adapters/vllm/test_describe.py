@@ -32,6 +32,7 @@ from pdstore.adapters.vllm.describe import (
     revision_of,
     settings_of,
     tells_paths_apart,
+    why_bypassing,
 )
 from pdstore.errors import ConfigError, LayoutError
 from tests.adapters.vllm.standins import GROUP, vllm_request
@@ -225,18 +226,20 @@ def test_a_cache_whose_rows_are_not_one_tokens_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"prompt_token_ids": None},
-        {"prompt_embeds": object()},
-        {"pooling_params": object()},
-        {"resumable": True},
-        {"lora_request": SimpleNamespace(load_inplace=True)},
+        ({"prompt_token_ids": None}, "embeddings"),
+        ({"prompt_embeds": object()}, "embeddings"),
+        ({"pooling_params": object()}, "pooling"),
+        ({"resumable": True}, "in parts"),
+        ({"lora_request": SimpleNamespace(load_inplace=True)}, "in place"),
     ],
 )
-def test_what_tokens_do_not_name_has_no_keys(instance, changes):
+def test_what_tokens_do_not_name_has_no_keys(instance, changes, why):
     cache = instance().cache
-    assert keys_of(vllm_request([1, 2], **changes), cache, PLAIN) is None
+    asked = vllm_request([1, 2], **changes)
+    assert keys_of(asked, cache, PLAIN) is None
+    assert why in why_bypassing(asked, cache)
     assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache, PLAIN) is not None
     object.__setattr__(cache.namespace, "has_pages", True)
     assert keys_of(vllm_request([1, 2], cache_salt="mine"), cache, PLAIN) is None, (

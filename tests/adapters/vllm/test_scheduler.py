@@ -110,6 +110,16 @@ def test_d_follows_a_hand_off_from_ps_answer_on_where_a_short_load_fails_no_requ
     assert found(strict, theirs) == 0, "nothing was stored in time"
 
 
+def test_the_log_says_why_requests_bypass_the_pool_once_a_minute(scheduler_of, caplog):
+    caplog.set_level("INFO")
+    scheduler = scheduler_of()
+    for name in ("r", "s"):
+        asked = vllm_request(PROMPT, request_id=name, resumable=True)
+        assert scheduler.num_found(asked, 0) == 0
+    assert caplog.text.count("bypasses the pool") == 1
+    assert "request r bypasses the pool: its prompt comes in parts" in caplog.text
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_kv_transfer_params_are_parsed_once_a_request(scheduler_of, monkeypatch, role):
     asked, scheduler = request(Handoff(HandoffId.new()).params()), scheduler_of(role=role)
