@@ -13,6 +13,8 @@ in_namespace() {
     fi
     mount --make-rprivate /
     root=$IN_NAMESPACE/root
+    mkdir "$root"
+    mount --bind "$root" "$root" # without a mount there, tests inside can make no namespaces
 }
 
 # What makes this machine reach its mirrors: for apt, for pip, and the paths that pip's options name,
