@@ -71,7 +71,8 @@ def test_the_commands_of_the_page_hand_over(steps, tmp_path):
         loaded = rf"{num_prompt - 1:,} (tokens )?loaded"
         eventually(lambda: re.search(loaded, b.log("decode")), DEADLINE_S, logs)
         eventually(lambda: f"{num_prompt:,} saved" in a.log("prefill"), DEADLINE_S, logs)
-        assert a.ports_between() == ports_of_the_page() - {8000}
+        # of a connection that is closed, only the host that closed it first still tells
+        assert a.ports_between() | b.ports_between() == ports_of_the_page() - {8000}
 
 
 def ports_of_the_page():
