@@ -407,7 +407,7 @@ class PDStoreConnectorScheduler:
         self._bypassing.add(request.request_id)
         why = why_bypassing(request, cache) or "its images, sounds, videos or adapter have no name"
         if (left_out := self._repeats.note(why)) is not None:
-            log.info("request %s bypasses the pool: %s%s", request.request_id, why, left_out)
+            log.info("request %s does without the pool: %s%s", request.request_id, why, left_out)
         asked = params_of(request)
         if asked.handoff is not None and cache.is_prefill(asked):
             self._aborted.append(asked.handoff.id)
