@@ -58,7 +58,16 @@ class Host:
 
     def _command(self, line: str) -> list[str]:
         script = "\n".join([f"cd {self._logs}", *self.exports, line])
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "bash", "-c", script]
+        return [
+            "nsenter",
+            f"--target={self.pid}",
+            "--net",
+            "--mount",
+            "--root",
+            "bash",
+            "-c",
+            script,
+        ]
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
