@@ -114,8 +114,8 @@ def _entries_of(request: str, logs: Sequence[str]) -> list[_Entry]:
     if not ids:
         raise ConfigError(
             f"no line of {', '.join(logs)} is of a request with {request!r} in its id; each"
-            " instance logs one at INFO when the request has ended, and none of a request that"
-            " bypasses the pool, as one with data that no key can name"
+            " instance logs one at INFO when the request has ended; if it bypasses the"
+            " pool, it logs why in place of that, at most once a minute"
         )
     if len(clients) > 1 and len(meant) > 1:
         some = ", ".join(sorted(ids)[:4])

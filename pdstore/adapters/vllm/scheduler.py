@@ -314,7 +314,8 @@ class PDStoreConnectorScheduler:
         """
         if error.request_id in self._bypassing:
             return
-        log.exception("request %s bypasses the pool", error.request_id, exc_info=error)
+        words = "request %s bypasses the pool after an illegal call"
+        log.exception(words, error.request_id, exc_info=error)
         self.metrics.miss(Reason.FAULT)
         if (known := self._requests.pop(error.request_id, None)) is None:
             return  # the call was made for its end, so there is nothing left to end
@@ -405,9 +406,10 @@ class PDStoreConnectorScheduler:
     def _bypass(self, request: Any, cache: PrefixCacheManager) -> None:
         """Leaves a request alone; a D that was asked at the same time need not wait for P."""
         self._bypassing.add(request.request_id)
-        why = why_bypassing(request, cache) or "its images, sounds, videos or adapter have no name"
+        unsure = "it is not certain what its images, sounds, videos or adapter contain"
+        why = why_bypassing(request, cache) or unsure
         if (left_out := self._repeats.note(why)) is not None:
-            log.info("request %s does without the pool: %s%s", request.request_id, why, left_out)
+            log.info("request %s bypasses the pool: %s%s", request.request_id, why, left_out)
         asked = params_of(request)
         if asked.handoff is not None and cache.is_prefill(asked):
             self._aborted.append(asked.handoff.id)

@@ -107,7 +107,7 @@ def launcher(tmp_path_factory) -> Iterator[Launcher]:
     yield launcher
     launcher.close()
     for server in launcher.servers:
-        assert "bypasses the pool" not in server.log.read_text(errors="replace"), server.log
+        assert "after an illegal call" not in server.log.read_text(errors="replace"), server.log
 
 
 @pytest.fixture(scope="session")

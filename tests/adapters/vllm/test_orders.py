@@ -47,7 +47,7 @@ def step(side, *requests):
 
 
 def bypasses(caplog):
-    return [record.getMessage() for record in caplog.records if "bypasses" in record.msg]
+    return [record.getMessage() for record in caplog.records if "illegal call" in record.msg]
 
 
 def stored(engine):
@@ -70,7 +70,7 @@ def test_a_request_that_is_computed_without_a_question_bypasses_the_pool_alone(e
     assert [each.hex for each in metadata.aborted_handoffs] == [handoff.hex], "D need not wait"
     assert metadata.saves == []
     assert found(side, unasked) == 0
-    assert bypasses(caplog) == ["request unasked bypasses the pool"]
+    assert bypasses(caplog) == ["request unasked bypasses the pool after an illegal call"]
     assert side.metrics.pop().data["misses|fault"] == 1
     assert side.request_finished(unasked, IDS) == (False, None)
     again = arrive(side, "unasked")
@@ -85,7 +85,7 @@ def test_a_load_goes_on_although_its_request_bypasses_the_pool(engine_of, caplog
     [spec] = step(side).loads
     assert spec.plan.num_tokens == len(PROMPT)
     assert side.get_num_new_matched_tokens(request, 0) == (0, False), "it loads already"
-    assert bypasses(caplog) == ["request r bypasses the pool"]
+    assert bypasses(caplog) == ["request r bypasses the pool after an illegal call"]
     assert side.has_pending_push_work(), "its record waits for the load"
     report = StepReport(ended=[JobEnd("r", None, Direction.LOAD, len(PROMPT), None)])
     side.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
@@ -100,7 +100,7 @@ def test_vllm_is_told_of_the_end_of_a_load_that_nothing_offered(engine_of, caplo
     side.update_state_after_alloc(request, BLOCKS, len(PROMPT))
     [spec] = step(side).loads
     assert (spec.request_id, spec.plan) == ("r", None)
-    assert bypasses(caplog) == ["request r bypasses the pool"]
+    assert bypasses(caplog) == ["request r bypasses the pool after an illegal call"]
 
 
 def test_a_request_may_end_before_vllm_asks_about_it(engine_of, caplog):
@@ -124,7 +124,7 @@ def test_a_call_that_is_refused_at_the_end_of_a_request_is_told_once(
     with monkeypatch.context() as patch:
         patch.setattr(EngineRequest, "end_prompt", refuse)
         assert side.request_finished(request, IDS) == (False, None)
-    assert bypasses(caplog) == ["request r bypasses the pool"]
+    assert bypasses(caplog) == ["request r bypasses the pool after an illegal call"]
     assert side.metrics.pop().data["misses|fault"] == 1
     again = arrive(side)
     found(side, again)

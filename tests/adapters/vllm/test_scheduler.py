@@ -116,8 +116,8 @@ def test_the_log_says_why_requests_bypass_the_pool_once_a_minute(scheduler_of, c
     for name in ("r", "s"):
         asked = vllm_request(PROMPT, request_id=name, resumable=True)
         assert scheduler.num_found(asked, 0) == 0
-    assert caplog.text.count("does without the pool") == 1
-    assert "request r does without the pool: its prompt comes in parts" in caplog.text
+    assert caplog.text.count("bypasses the pool") == 1
+    assert "request r bypasses the pool: its prompt comes in parts" in caplog.text
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
